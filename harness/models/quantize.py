@@ -247,10 +247,10 @@ def config_of(form: str, names: dict[Spec, list[str]]) -> dict[str, Any]:
         }
     rules: dict[str, Any] = {}
     for spec in others:
-        layers = sorted({re.sub(r"^(.*layers\.\d+)\..*", r"\1", name) for name in names[spec]})
-        rules |= {
-            rf"+:{re.escape(layer)}\..*": own(spec) | {"sym": spec.symmetric} for layer in layers
-        }
+        # Rules are for matrices, which vLLM may fuse.
+        ends = sorted({re.sub(r"experts\.\d+", "experts.*", name) for name in names[spec]})
+        patterns = [re.escape(end).replace(r"\*", r"\d+") for end in ends]
+        rules |= {rf"+:{each}": own(spec) | {"sym": spec.symmetric} for each in patterns}
     more = {
         "desc_act": False,
         "sym": first.symmetric,

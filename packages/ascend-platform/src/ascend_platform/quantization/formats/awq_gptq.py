@@ -10,7 +10,9 @@ Both store the transpose of a matrix: ``scales`` ``[groups, out]``; ``qzeros`` `
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 from typing import Any
 
 import torch
@@ -20,7 +22,10 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, get_moe_quant_method
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
+from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+    get_dynamic_override,
+    get_linear_quant_method,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.scalar_type import scalar_types
 
@@ -34,7 +39,7 @@ from ascend_platform.quantization.base import (
     unpack_words,
 )
 from ascend_platform.quantization.common import AWQ, GPTQ, check_chip
-from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_platform.quantization.methods.linear import TransposedLinearMethod
 from ascend_platform.quantization.schemes import SCHEMES
 
@@ -153,12 +158,24 @@ class NPUGPTQConfig(AutoGPTQConfig):
         return super().from_config(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # The helpers apply the per-layer rules to a copy of the configuration.
+        # vLLM looks for a rule by its own name; rules are for the checkpoint's.
+        names = matrices_of(layer, prefix, self.packed_modules_mapping)
+        plain = {"bits": self.weight_bits, "group_size": self.group_size, "sym": self.is_sym}
+        found: list[Any] = [get_dynamic_override(self, name) for name in names]
+        rules: list[Any] = [rule if rule is False else plain | (rule or {}) for rule in found]
+        if any(rule != rules[0] for rule in rules):
+            raise RefusedError(
+                f"the GPTQ checkpoint has different rules (dynamic) for {', '.join(names)}, which"
+                " vLLM fuses; fix: quantize them alike"
+            )
+        ruled = copy.copy(self)
+        ruled.dynamic = {f"{'+' if rules[0] else '-'}:{re.escape(prefix)}": rules[0] or {}}
+        # The helpers apply the rule to a copy of the configuration.
         experts: Any = lambda own, moe: QuantizedExperts(moe, *own.arguments(prefix))  # noqa: E731
         linear: Any = lambda own: TransposedLinearMethod(*own.arguments(prefix))  # noqa: E731
         if isinstance(layer, RoutedExperts):
-            return get_moe_quant_method(self, layer, prefix, experts)
-        return get_linear_quant_method(self, layer, prefix, linear)
+            return get_moe_quant_method(ruled, layer, prefix, experts)
+        return get_linear_quant_method(ruled, layer, prefix, linear)
 
     def arguments(self, prefix: str) -> tuple[Scheme, dict[str, Stored], Any, int, str]:
         """Arguments of the methods: the scheme, the stored tensors, their reader, the group size

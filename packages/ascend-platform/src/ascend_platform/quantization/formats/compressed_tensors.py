@@ -48,7 +48,7 @@ from ascend_platform.quantization.base import (
 )
 from ascend_platform.quantization.common import FP8, check_chip, not_quantized
 from ascend_platform.quantization.formats.fp8 import method_of
-from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_platform.quantization.methods.fp8 import Fp8Format
 from ascend_platform.quantization.methods.linear import apply, replace
 from ascend_platform.quantization.schemes import SCHEMES
@@ -152,35 +152,34 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         return CompressedTensorsConfig.get_checkpoint_weight_mapper() | UNUSED
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if isinstance(layer, RoutedExperts):
-            return self._experts(layer, prefix)
-        if isinstance(layer, LinearBase) and (found := self.get_scheme_dict(layer, prefix)):
-            weights: Any = found["weights"]
-            if form := fp8_form(weights):
-                return method_of(layer, form, prefix)
-        return None if isinstance(layer, Attention) else super().get_quant_method(layer, prefix)
-
-    def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        if not isinstance(layer, LinearBase | RoutedExperts):
+            return None if isinstance(layer, Attention) else super().get_quant_method(layer, prefix)
         self._add_fused_moe_to_target_scheme_map()
-        parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        found = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in parts]
-        if any(each != found[0] for each in found):
+        names = matrices_of(layer, prefix, self.packed_modules_mapping)
+        schemes = [self.get_scheme_dict(layer, name) for name in names]
+        if any(each != schemes[0] for each in schemes):
             raise RefusedError(
                 f"the matrices of {prefix} have different schemes; fix: quantize them alike"
             )
-        if found[0] is None:
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        weights: Any = found[0]["weights"]
+        own: Any = layer
+        is_linear = isinstance(layer, LinearBase)  # Rules may be for vLLM's name of it.
+        found = self.get_scheme_dict(layer, prefix) if is_linear else schemes[0]
+        weights: Any = found and found["weights"]
         if fp8 := fp8_form(weights):
             return method_of(layer, fp8, prefix)
-        inputs: Any = found[0].get("input_activations")
-        form = str(found[0].get("format") or self.quant_format)
+        if found is None and not is_linear:
+            return UnquantizedFusedMoEMethod(own.moe_config)
+        if found is None:
+            return super().get_quant_method(layer, prefix)
+        inputs: Any = found.get("input_activations")
+        form = str(found.get("format") or self.quant_format)
         scheme = SCHEMES[scheme_of(weights, inputs, form)]
+        if is_linear:
+            return super().get_quant_method(layer, prefix)
         stored = tensors_of(weights, form)
         read = reader(scheme.bits)
-        return QuantizedExperts(
-            layer.moe_config, scheme, stored, read, weights.group_size or 0, prefix
-        )
+        size = weights.group_size or 0
+        return QuantizedExperts(own.moe_config, scheme, stored, read, size, prefix)
 
 
 def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:

@@ -33,12 +33,20 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.base import Layout
 from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
-from ascend_platform.quantization.methods.experts import QuantizedExperts
+from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
 from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod
 from ascend_platform.quantization.schemes import FLOAT, SCHEMES
 
 CACHE_KINDS = ("C8",)
+STATIC = "W8A8"
+NORM_BIASES = ("layernorm.bias", ".norm.bias")
+
+PARTS = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+"""Matrices that vLLM fuses, of drafters: it gives their configurations no names."""
 
 UNQUANTIZED = (".indexer.wk.weight", ".indexer.weights_proj.weight")
 """Ends of names of DeepSeek-V3.2 and GLM-5, which vLLM fuses into one layer without quantization.
@@ -145,7 +153,7 @@ class ModelSlimConfig(QuantizationConfig):
             return Int8CacheMethod(prefix) if self.int8_cache else None
         if isinstance(layer, RoutedExperts):
             self._asked.add(prefix)
-            parts = [f"{prefix}.0.{part}" for part in _names_of_parts(layer)]
+            parts = matrices_of(layer, prefix, {})
             kind = self._kind(parts, prefix)
             if kind == FLOAT:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
@@ -157,7 +165,9 @@ class ModelSlimConfig(QuantizationConfig):
             own = (scheme, stored, scheme.read, group_size, prefix)
             return QuantizedExperts(layer.moe_config, *own)
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
-            matrices = self._matrices(prefix)
+            matrices = matrices_of(layer, prefix, PARTS | self.packed_modules_mapping)
+            if not any(self._of(name) for name in matrices):
+                matrices = [prefix]
             self._asked.update(matrices)
             if isinstance(layer, VocabParallelEmbedding):
                 # Tied heads are not in the description.
@@ -191,12 +201,6 @@ class ModelSlimConfig(QuantizationConfig):
             if parents and parents[-1] in modules:  # a layer of this rank
                 raise _unquantized(name, kind)
 
-    def _matrices(self, prefix: str) -> list[str]:
-        """The checkpoint's names of the matrices that vLLM fuses into one layer."""
-        path, _, last = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(last, [last])
-        names = [f"{path}.{part}" if path else part for part in parts]
-        return names if any(self._of(name) for name in names) else [prefix]
 
     def _of(self, matrix: str) -> str | None:
         names = f"{matrix}.weight", f"{matrix}.weight_packed"
@@ -227,7 +231,3 @@ def _unquantized(name: str, kind: str) -> RefusedError:
 
 def _is_weight(name: str) -> bool:
     return name.endswith((".weight", ".weight_packed"))
-
-
-def _names_of_parts(layer: RoutedExperts) -> tuple[str | None, ...]:
-    return layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name

@@ -5,13 +5,17 @@ a scheme."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_npu
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEMethodBase,
+    FusedMoeWeightScaleSupported,
+    RoutedExperts,
+)
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -21,6 +25,17 @@ from ascend_platform.ops.moe.grouped import with_adapters
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 from ascend_platform.quantization.methods.linear import replace
 from ascend_platform.quantization.schemes import SCHEMES
+
+
+def matrices_of(layer: Any, prefix: str, fused: Mapping[str, list[str]]) -> list[str]:
+    """The checkpoint's names of the matrices that vLLM fuses into a layer, or of the first
+    expert's."""
+    last = prefix.rpartition(".")[2]
+    path, parts = prefix.removesuffix(last), fused.get(last, [last])
+    if isinstance(layer, RoutedExperts):
+        names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        path, parts = f"{prefix}.0.", [str(name) for name in names]
+    return [f"{path}{part}" for part in parts]
 
 
 def register(

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""vLLM's own layers with the tensors of quantized checkpoints, against float64: biases, rules for
+single layers, and what is refused."""
+
+from types import SimpleNamespace
+
+import ascend_platform.ops.layernorm  # noqa: F401
+import pytest
+import torch
+from ascend_platform.quantization.formats.awq_gptq import NPUAWQConfig, NPUGPTQConfig
+from ascend_platform.quantization.formats.compressed_tensors import NPUCompressedTensorsConfig
+from ascend_platform.quantization.formats.modelslim import ModelSlimConfig
+from harness.models import quantize
+from harness.models.quantize import Spec
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+)
+from vllm.model_executor.models.utils import WeightsMapper
+
+IN, OUT = 256, 64
+HALVES = [torch.float16, torch.bfloat16]
+RANGE = torch.tensor(-1.5), torch.tensor(4.0)
+DYNAMIC, STATIC = "W8A8_DYNAMIC", "W8A8"
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
+
+
+def build(make, config, dtype=torch.float16):
+    """A module that vLLM makes for a model in this dtype with the quantization configuration."""
+    vllm_config, before = VllmConfig(), torch.get_default_dtype()
+    vllm_config.quant_config = config
+    torch.set_default_dtype(dtype)
+    try:
+        with set_current_vllm_config(vllm_config):
+            return make()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load(module, tensors):
+    """Load by the parameters' own loaders those that the module has, as AutoWeightsLoader does, and
+    convert them."""
+    for name, tensor in tensors.items():
+        parameter = getattr(module, name, None)
+        if parameter is None:
+            assert name.endswith("bias"), name
+        elif hasattr(parameter, "weight_loader"):
+            parameter.weight_loader(parameter, tensor)
+        else:
+            parameter.data.copy_(tensor)
+    module.to("npu")
+    if method := getattr(module, "quant_method", None):
+        method.process_weights_after_loading(module)
+    return module
+
+
+def drawn(spec, bias, dtype):
+    """A random matrix, and its tensors in a ModelSlim checkpoint."""
+    own = quantize.matrix(torch.randn(OUT, IN) * 0.1, spec, dtype)
+    return own, quantize.of_ascend(own, bias, RANGE, dtype)
+
+
+def rounded(x, spec, dtype):
+    x = x.double()
+    if spec.inputs == "dynamic":
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scale).round() * scale
+    scale, offset = quantize.input_steps(RANGE, dtype)
+    return ((x / scale + offset).round().clamp(-128, 127) - offset) * scale
+
+
+def distance(actual, expected):
+    """Relative error."""
+    return ((actual.cpu().double() - expected).norm() / expected.norm()).item()
+
+
+def group(targets, weights, inputs=None):
+    return {"targets": targets, "weights": weights, "input_activations": inputs}
+
+
+def compressed(*groups, form="pack-quantized"):
+    return NPUCompressedTensorsConfig.from_config(
+        {"format": form, "config_groups": {str(number): own for number, own in enumerate(groups)}}
+    )
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+TENSOR = INT8 | {"strategy": "tensor", "dynamic": False}
+TOKEN = INT8 | {"strategy": "token", "dynamic": True}
+
+
+def method(config):
+    config.packed_modules_mapping = PARTS
+    return config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), QKV)
+
+
+def test_fused_matrices_of_two_schemes_are_refused():
+    config = compressed(group([r"re:.*q_proj"], INT8, TOKEN), group([r"re:.*[kv]_proj"], INT8))
+    with pytest.raises(ValueError, match=f"the matrices of {QKV} have different schemes; fix: "):
+        method(config)
+
+
+GPTQ = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(
+    ("rule", "scheme", "group_size", "symmetric"),
+    [
+        ({"bits": 8}, "W8A16", 128, True),
+        ({"group_size": 32}, "W4A16", 32, True),
+        ({"sym": False}, "W4A16", 128, False),
+    ],
+)
+def test_rules_of_gptq_for_parts_of_a_fused_layer(rule, scheme, group_size, symmetric):
+    found = method(NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r".*\.[qkv]_proj": rule}}))
+    assert (found.scheme.name, found.group_size) == (scheme, group_size)
+    assert found.read.keywords["symmetric"] is symmetric
+    config = NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r"-:.*\.[qkv]_proj": {}}})
+    assert type(method(config)).__name__ == "UnquantizedLinearMethod"
+    one = NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r"+:.*\.v_proj": rule}})
+    with pytest.raises(ValueError, match=r"different rules \(dynamic\) for .*q_proj, .*v_proj, wh"):
+        method(one)
