@@ -275,10 +275,7 @@ def test_packed_words_of_compressed_tensors(spec):
 def test_packed_words_of_awq_and_gptq(form, spec):
     own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
     if form == "awq":
-        given, read = (
-            quantize.of_awq(own, torch.float16),
-            functools.partial(awq_gptq.read_awq, symmetric=spec.symmetric),
-        )
+        given, read = quantize.of_awq(own, torch.float16), awq_gptq.read_awq
     else:
         given = quantize.of_gptq(own, torch.float16, second=form == "gptq_v2")
         offset = 0 if form == "gptq_v2" else awq_gptq.ONES[spec.bits]

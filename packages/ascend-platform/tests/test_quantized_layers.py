@@ -129,3 +129,11 @@ def test_rules_of_gptq_for_parts_of_a_fused_layer(rule, scheme, group_size, symm
     one = NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r"+:.*\.v_proj": rule}})
     with pytest.raises(ValueError, match=r"different rules \(dynamic\) for .*q_proj, .*v_proj, wh"):
         method(one)
+
+
+def test_zeros_of_awq_are_read():
+    """As AutoAWQ's kernels do, also with ``zero_point`` false."""
+    own = quantize.matrix(torch.randn(OUT, IN) + 0.3, Spec(4, group=64, symmetric=False), HALVES[0])
+    config = NPUAWQConfig.from_config({"bits": 4, "group_size": 64, "zero_point": False})
+    found = method(config).read(quantize.of_awq(own, HALVES[0]))
+    assert torch.equal(found.zero_point, own.zero)

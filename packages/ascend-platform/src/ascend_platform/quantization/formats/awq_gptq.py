@@ -64,8 +64,9 @@ def tensors_of(bits: int, *, awq: bool) -> dict[str, Stored]:
     }
 
 
-def read_awq(given: Tensors, *, symmetric: bool) -> Quantized:
-    """The matrix of AWQ's tensors in the layout of its ``gemm`` kernels."""
+def read_awq(given: Tensors) -> Quantized:
+    """The matrix of AWQ's tensors in the layout of its ``gemm`` kernels, which read the zeros of
+    symmetric weights too."""
     weight, zeros = (
         unpack_words(given[name], 4)
         .unflatten(-1, (-1, 8))[..., AWQ_SLOTS]
@@ -73,9 +74,7 @@ def read_awq(given: Tensors, *, symmetric: bool) -> Quantized:
         .transpose(-1, -2)
         for name in ("qweight", "qzeros")
     )
-    return Quantized(
-        weight, given["scales"].transpose(-1, -2), None if symmetric else zeros.float()
-    )
+    return Quantized(weight, given["scales"].transpose(-1, -2), zeros.float())
 
 
 def read_gptq(given: Tensors, *, bits: int, symmetric: bool, offset: int) -> Quantized:
@@ -122,8 +121,8 @@ class NPUAWQConfig(AutoAWQConfig):
         if is_layer_skipped(prefix, self.modules_to_not_convert, fused, match_mode="substring"):
             return UnquantizedFusedMoEMethod(experts) if experts else UnquantizedLinearMethod()
         method = functools.partial(QuantizedExperts, experts) if experts else TransposedLinearMethod
-        read = functools.partial(read_awq, symmetric=not self.zero_point)
-        return method(SCHEMES["W4A16"], tensors_of(4, awq=True), read, self.group_size, prefix)
+        stored = tensors_of(4, awq=True)
+        return method(SCHEMES["W4A16"], stored, read_awq, self.group_size, prefix)
 
 
 @register_quantization_config(GPTQ)
