@@ -166,6 +166,17 @@ def compressed(weights, inputs=None, form="pack-quantized", **more):
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 FP8 = INT4 | {"num_bits": 8, "type": "float"}
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+TENSOR = TOKEN | {"strategy": "tensor", "dynamic": False}
+
+
+def with_outputs(config, outputs):
+    config["config_groups"]["group_0"]["output_activations"] = outputs
+    return config
+
+
+def transforms(location):
+    args = {"targets": ["Linear"], "location": location}
+    return {"config_groups": {"R4": {"type": "hadamard", "apply": [args]}}}
 
 
 @pytest.mark.parametrize(
@@ -182,17 +193,30 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
         ),
         (
             compressed(INT4, kv_cache_scheme={"num_bits": 8, "type": "float"}),
-            "a KV cache of 8-bit float; supported: the model's",
+            "a quantized KV cache .kv_cache_scheme.; supported: quantized weights and",
         ),
+        (
+            compressed(FP8, form="float-quantized", transform_config=transforms("input")),
+            "transforms of input .transform_config.; supported: quantized",
+        ),
+        (
+            compressed(INT4, transform_config=transforms("k_cache")),
+            "transforms of k_cache .transform_config.; supported: quantized",
+        ),
+        (
+            with_outputs(compressed(FP8, form="float-quantized"), TENSOR),
+            "quantized outputs .output_activations.; supported: quantized",
+        ),
+        (with_outputs(compressed(INT4), TENSOR), "quantized outputs .output_activations."),
     ],
 )
 def test_unsupported_compressed_tensors_are_refused_in_one_line(model, config, named):
     with pytest.raises(ValueError, match=rf"compressed-tensors asks for [^\n]*{named}"):
         engine_config(model(quantization_config=config))
-    assert (
-        engine_config(model(quantization_config=compressed(INT4))).model_config.quantization
-        == "compressed-tensors"
-    )
+    # The weights include this one.
+    others = compressed(INT4, transform_config=transforms("weight_input"))
+    found = engine_config(model(quantization_config=others))
+    assert found.model_config.quantization == "compressed-tensors"
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

@@ -56,6 +56,8 @@ from ascend_platform.quantization.schemes.w8a8 import W8A8
 
 PACKED, BYTES = FORMS = "pack-quantized", "int-quantized"
 STATIC = "W8A8"
+OFFLINE = {"weight_input", "weight_output"}
+"""Locations of transforms that the stored weights include."""
 UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 SUPPORTED = (
     "supported: int8 and int4 weights, per channel or per group, with unquantized inputs"
@@ -131,15 +133,22 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         """As in vLLM.
 
         Raises:
-            RefusedError: a scheme or a KV cache that is not supported.
+            RefusedError: what is not supported.
         """
-        if cache := config.get("kv_cache_scheme"):
-            raise RefusedError(
-                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit"
-                f" {cache.get('type')}; supported: the model's dtype, and ModelSlim's C8; fix:"
-                " quantize the model again without kv_cache_scheme"
-            )
         made = super().from_config(config)
+        transforms = made.transform_config.config_groups if made.transform_config else {}
+        places = {args.location for each in transforms.values() for args in each.apply}
+        found = [f"transforms of {place} (transform_config)" for place in sorted(places - OFFLINE)]
+        groups = config.get("config_groups", {}).values()
+        if any(group.get("output_activations") for group in groups):
+            found.append("quantized outputs (output_activations)")
+        if config.get("kv_cache_scheme"):
+            found.append("a quantized KV cache (kv_cache_scheme)")
+        if found:
+            raise RefusedError(
+                f"compressed-tensors asks for {', '.join(found)}; supported: quantized weights and"
+                " inputs; fix: quantize the model again without"
+            )
         kinds = set()
         for scheme in made.target_scheme_map.values():
             form = scheme.get("format") or made.quant_format
