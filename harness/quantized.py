@@ -82,6 +82,7 @@ EXPERTS = {
     ],
     "compressed-tensors": [
         DYNAMIC,
+        Spec(8, "dynamic", whole=True),
         Spec(8),
         Spec(4, group=32, symmetric=False),
         Spec(4),

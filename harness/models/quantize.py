@@ -29,13 +29,14 @@ Range = tuple[torch.Tensor, torch.Tensor]  # least and largest
 class Spec:
     """How a matrix is quantized: bits of its weights, inputs that share a scale (0: the whole row),
     and its own inputs, which are ``none``, ``dynamic`` or ``static``. ``packed`` asks for the other
-    of two layouts, where a format has two."""
+    of two layouts, where a format has two; ``whole`` for one scale for the matrix."""
 
     bits: int
     inputs: str = "none"
     group: int = 0
     symmetric: bool = True
     packed: bool = False
+    whole: bool = False
 
     @property
     def scheme(self) -> str:
@@ -47,6 +48,7 @@ class Spec:
 
     def __str__(self) -> str:
         group = f"groups of {self.group}" if self.group else "per channel"
+        group = "per matrix" if self.whole else group
         return (
             f"{self.scheme}"
             f" {group}{'' if self.symmetric else ', asymmetric'}{', packed' if self.packed else ''}"
@@ -94,7 +96,10 @@ def steps(
 
 def matrix(weight: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Matrix:
     parts = weight.float().unflatten(1, (-1, spec.group or weight.shape[1]))
-    scale, zero = steps(parts.amin(-1), parts.amax(-1), spec.bits, spec.symmetric, dtype)
+    least, most = parts.amin(-1), parts.amax(-1)
+    if spec.whole:
+        least, most = least.amin().expand_as(least), most.amax().expand_as(most)
+    scale, zero = steps(least, most, spec.bits, spec.symmetric, dtype)
     low, high = -(2 ** (spec.bits - 1)), 2 ** (spec.bits - 1) - 1
     values = (parts / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(low, high)
     return Matrix(spec, values.flatten(1).to(torch.int8), scale, zero)
@@ -170,7 +175,7 @@ def of_compressed(own: Matrix, inputs: Range | None, dtype: torch.dtype) -> dict
     """A matrix's tensors in a checkpoint of compressed-tensors."""
     spec, scale = own.spec, own.scale.to(dtype)
     if form_of(spec) == "int-quantized":
-        tensors = {"weight": own.values, "weight_scale": scale}
+        tensors = {"weight": own.values, "weight_scale": scale[:1, 0] if spec.whole else scale}
         if spec.inputs == "static":
             assert inputs is not None
             step, zero = input_steps(inputs, dtype)
@@ -269,6 +274,7 @@ def group_of(spec: Spec, names: list[str]) -> dict[str, Any]:
     strategy = (
         {"strategy": "group", "group_size": spec.group} if spec.group else {"strategy": "channel"}
     )
+    strategy = {"strategy": "tensor"} if spec.whole else strategy
     weights = {
         "num_bits": spec.bits,
         "type": "int",

@@ -51,7 +51,7 @@ class Layout(enum.Enum):
     COLUMN = "[out, 1]"
     CHANNELS = "[out]"
     INPUT = "[1]"
-    """One value for the inputs."""
+    """One value, of the inputs or the matrix."""
 
 
 class Stored(NamedTuple):

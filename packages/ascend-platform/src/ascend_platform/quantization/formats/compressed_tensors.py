@@ -194,7 +194,8 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
 def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
     """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``,
     ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
-    scale = {"weight_scale": Stored(torch.float32, Layout.GROUPS)}
+    layout = Layout.INPUT if weights.strategy == "tensor" else Layout.GROUPS
+    scale = {"weight_scale": Stored(torch.float32, layout)}
     if form == BYTES:
         return {"weight": Stored(torch.int8)} | scale
     each = 32 // weights.num_bits
@@ -209,7 +210,10 @@ def reader(bits: int) -> Callable[[Tensors], Quantized]:
         packed, zero = given.get("weight_packed"), given.get("weight_zero_point")
         weight = given["weight"] if packed is None else unpack_words(packed, bits)
         zero_point = None if zero is None else unpack_words(zero, bits, -2).float()
-        return Quantized(weight, given["weight_scale"].float(), zero_point)
+        scale = given["weight_scale"].float()
+        if scale.dim() < weight.dim():  # One for each matrix of an expert.
+            scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1).unsqueeze(-1)
+        return Quantized(weight, scale, zero_point)
 
     return read
 

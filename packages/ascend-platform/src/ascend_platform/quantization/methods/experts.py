@@ -97,12 +97,15 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
             self.scheme.check_size(out, inputs, self.name)
             groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
             for name, stored in self.stored.items():
-                shape = num_experts, *stored.shape(out, inputs, groups)
-                data = torch.zeros(shape, dtype=stored.dtype)
+                shape = stored.shape(out, inputs, groups)
                 # A rank may have a single group.
                 several = stored.layout == Layout.GROUPS and self.group_size > 0
-                kind = FusedMoeWeightScaleSupported["GROUP" if several else "CHANNEL"]
-                own = {"quant_method": kind.value, "is_transposed": stored.transposed}
+                kind = "GROUP" if several else "CHANNEL"
+                if stored.layout == Layout.INPUT:  # One for each matrix of w13.
+                    kind, shape = "TENSOR", (1 + (prefix == "w13_"),)
+                data = torch.zeros(num_experts, *shape, dtype=stored.dtype)
+                method = FusedMoeWeightScaleSupported[kind].value
+                own = {"quant_method": method, "is_transposed": stored.transposed}
                 register(layer, prefix + name, data, extra_weight_attrs | own)
 
     def process_weights_after_loading(self, layer: Any) -> None:
