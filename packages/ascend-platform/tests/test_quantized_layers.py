@@ -98,6 +98,26 @@ TENSOR = INT8 | {"strategy": "tensor", "dynamic": False}
 TOKEN = INT8 | {"strategy": "token", "dynamic": True}
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ModelSlimConfig({"self_attn.kv_b_proj.weight": STATIC}),
+        lambda: compressed(group(["Linear"], INT8, TENSOR), form="int-quantized"),
+    ],
+    ids=["ModelSlim", "compressed-tensors"],
+)
+def test_static_inputs_of_an_absorbed_matrix_are_refused(make):
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    with pytest.raises(
+        ValueError, match=r"kv_b_proj is W8A8, whose static inputs .* supported: W8A8_DYNAMIC, FLO"
+    ):
+        make().get_quant_method(layer, "self_attn.kv_b_proj")
+
+
+PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+QKV = "model.layers.0.self_attn.qkv_proj"
+
+
 def method(config):
     config.packed_modules_mapping = PARTS
     return config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), QKV)

@@ -50,7 +50,7 @@ from ascend_platform.quantization.common import FP8, check_chip, not_quantized
 from ascend_platform.quantization.formats.fp8 import method_of
 from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_platform.quantization.methods.fp8 import Fp8Format
-from ascend_platform.quantization.methods.linear import apply, replace
+from ascend_platform.quantization.methods.linear import apply, check_absorbed, replace
 from ascend_platform.quantization.schemes import SCHEMES
 from ascend_platform.quantization.schemes.w8a8 import W8A8
 
@@ -184,6 +184,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         form = str(found.get("format") or self.quant_format)
         scheme = SCHEMES[scheme_of(weights, inputs, form)]
         if is_linear:
+            check_absorbed(scheme.name, prefix)
             return super().get_quant_method(layer, prefix)
         stored = tensors_of(weights, form)
         read = reader(scheme.bits)

@@ -35,7 +35,11 @@ from ascend_platform.quantization.base import Layout
 from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
-from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod
+from ascend_platform.quantization.methods.linear import (
+    ABSORBED,
+    ModelSlimLinearMethod,
+    check_absorbed,
+)
 from ascend_platform.quantization.schemes import FLOAT, SCHEMES
 
 CACHE_KINDS = ("C8",)
@@ -180,6 +184,7 @@ class ModelSlimConfig(QuantizationConfig):
             kind = self._kind(matrices, prefix)
             if kind == FLOAT:
                 return UnquantizedLinearMethod()
+            check_absorbed(kind, prefix)
             stored = SCHEMES[kind].stored(self.description, matrices[0])
             return ModelSlimLinearMethod(SCHEMES[kind], stored, prefix)
         return None

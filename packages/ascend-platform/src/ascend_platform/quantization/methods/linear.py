@@ -109,6 +109,20 @@ def replace(
         layer.register_parameter(prefix + name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
+ABSORBED = "kv_b_proj"
+"""MLA's layer of which latent attention takes the matrix, without a bias."""
+
+
+def check_absorbed(scheme: str, name: str) -> None:
+    """Refuse static inputs of MLA's kv_b_proj: vLLM multiplies it by ones to get its matrix, which
+    their scale rounds."""
+    if scheme == "W8A8" and name.endswith(ABSORBED):
+        raise RefusedError(
+            f"{name} is {scheme}, whose static inputs latent attention does not support; supported:"
+            " W8A8_DYNAMIC, FLOAT; fix: quantize the layer again as one of these"
+        )
+
+
 def apply(
     scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
