@@ -83,6 +83,24 @@ def distance(actual, expected):
     return ((actual.cpu().double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("spec", [Spec(8, "static"), Spec(8, "dynamic")], ids=str)
+def test_bias_is_added_once(spec, skipped, dtype):
+    """With skip_bias_add, as in Falcon, the caller adds it."""
+    bias = torch.linspace(-1, 1, OUT).to(dtype)
+    own, tensors = drawn(spec, bias, dtype)
+    options = {"quant_config": ModelSlimConfig({"x.weight": spec.scheme}), "prefix": "x"}
+    options |= {"skip_bias_add": skipped, "params_dtype": dtype}
+    layer = build(lambda: ReplicatedLinear(IN, OUT, **options), options["quant_config"], dtype)
+    load(layer, tensors | {"bias": bias})
+    x = (torch.randn(5, IN) * 0.8).to(dtype)
+    product, added = layer(x.npu())
+    assert (added is not None) == skipped
+    exact = rounded(x, spec, dtype) @ own.numbers().T + bias.double()
+    assert distance(product if added is None else product + added, exact) < torch.finfo(dtype).eps
+
+
 def group(targets, weights, inputs=None):
     return {"targets": targets, "weights": weights, "input_activations": inputs}
 

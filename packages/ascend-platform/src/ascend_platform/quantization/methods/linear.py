@@ -170,6 +170,9 @@ class ModelSlimLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         given = {name: getattr(layer, name).data for name in self.stored}
+        bias: Any = getattr(layer, "bias", None)
+        if "quant_bias" in given and bias is not None and getattr(layer, "skip_bias_add", False):
+            bias.data.zero_()  # The caller adds it, and quant_bias includes it.
         first = not isinstance(layer, RowParallelLinear) or layer.tp_rank == 0
         replace(layer, self.stored, self.scheme.load(given, self.dtype, self.name, first))
 
