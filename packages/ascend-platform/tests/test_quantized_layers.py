@@ -101,6 +101,15 @@ def test_bias_is_added_once(spec, skipped, dtype):
     assert distance(product if added is None else product + added, exact) < torch.finfo(dtype).eps
 
 
+def test_fields_of_a_description_keep_their_names():
+    """The Transformers backend puts a prefix before all names."""
+    fields = {"version": "1.0.0", "group_size": 64}
+    config = ModelSlimConfig(fields | {"layers.0.x.weight": "W4A8_DYNAMIC"})
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"": "model."}))
+    assert config.description.items() >= fields.items()
+    assert config.description["model.layers.0.x.weight"] == "W4A8_DYNAMIC"
+
+
 def group(targets, weights, inputs=None):
     return {"targets": targets, "weights": weights, "input_activations": inputs}
 

@@ -136,7 +136,9 @@ class ModelSlimConfig(QuantizationConfig):
         self.description, self.int8_cache = description, bool(cache)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        self.description = hf_to_vllm_mapper.apply_dict(self.description)
+        # Names without a dot are of fields, and a mapper may rename all that it gets.
+        fields = {name: value for name, value in self.description.items() if "." not in name}
+        self.description = hf_to_vllm_mapper.apply_dict(self.description) | fields
 
     # vLLM's method is static, and called on the object.
     def get_cache_scale_mapper(self) -> WeightsMapper:
