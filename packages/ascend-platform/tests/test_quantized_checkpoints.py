@@ -18,7 +18,8 @@ from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
 from harness.configuration import engine_config
 from harness.models import small as small_models
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.models.utils import get_draft_quant_config
 
 
 @pytest.fixture
@@ -94,6 +95,32 @@ def test_quantized_indexer_weights_are_refused_before_loading(name):
         ),
     ):
         modelslim.ModelSlimConfig({weight: "W8A8_DYNAMIC"})
+
+
+def test_modelslim_drafter_is_detected(model, tmp_path):
+    drafter = tmp_path / "eagle3"
+    drafter.mkdir()
+    own = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+    config = small_models.TINY | own | {"num_hidden_layers": 1}
+    (drafter / "config.json").write_text(json.dumps(config))
+    names = [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"]
+    description = {"group_size": 0} | dict.fromkeys(names, "W8A8_DYNAMIC") | {"fc.weight": "FLOAT"}
+    (drafter / DESCRIPTION).write_text(json.dumps(description))
+    drafts = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
+    target = model()
+    found = engine_config(target, speculative_config=drafts)
+    assert found.model_config.quantization is None
+    draft = found.speculative_config.draft_model_config
+    assert draft.quantization == NAME
+    draft.hf_config.target_layer_count = 2  # vLLM's model sets it, and numbers its layer so.
+    config = get_draft_quant_config(found)
+    layer = QKVParallelLinear.__new__(QKVParallelLinear)
+    method = config.get_quant_method(layer, "model.layers.2.self_attn.qkv_proj")
+    assert method.scheme.name == "W8A8_DYNAMIC"
+    assert config.description["model.fc.weight"] == "FLOAT"
+    assert config.description["group_size"] == 0
+    both = engine_config(model({WEIGHT: "W8A8"}), speculative_config=drafts)
+    assert both.model_config.quantization == both.quant_config.get_name() == NAME
 
 
 def test_modelslim_checkpoint_is_detected(model):

@@ -81,8 +81,8 @@ def check_weights(model: Any) -> None:
 
 
 def detect(vllm_config: VllmConfig) -> None:
-    """Set the method for a ModelSlim checkpoint where neither the user nor the checkpoint's
-    configuration names one.
+    """Set the method for a ModelSlim checkpoint, also of a drafter, where neither the user nor the
+    checkpoint's configuration names one.
 
     vLLM asks quantization configurations only about models whose ``config.json`` has a
     ``quantization_config`` (``vllm/config/model.py``), and ModelSlim writes none.
@@ -92,12 +92,16 @@ def detect(vllm_config: VllmConfig) -> None:
     """
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 
-    model: Any = vllm_config.model_config
-    if model is None or model.quantization is not None or vllm_config.quant_config is not None:
-        return
-    if not file_or_path_exists(model.model, DESCRIPTION, model.revision):
-        return
-    check(NAME)
-    logger.info("%s has a file %s: --quantization %s", model.model, DESCRIPTION, NAME)
-    model.quantization = NAME
-    vllm_config.quant_config = vllm_config.get_quantization_config(model, vllm_config.load_config)
+    target, drafts = vllm_config.model_config, vllm_config.speculative_config
+    models: Any = (target, drafts and drafts.draft_model_config)
+    for model in models:
+        if model is None or model.quantization is not None:
+            continue
+        if not file_or_path_exists(model.model, DESCRIPTION, model.revision):
+            continue
+        check(NAME)
+        logger.info("%s has a file %s: --quantization %s", model.model, DESCRIPTION, NAME)
+        model.quantization = NAME
+        if model is target and vllm_config.quant_config is None:
+            load = vllm_config.load_config
+            vllm_config.quant_config = vllm_config.get_quantization_config(model, load)

@@ -110,6 +110,12 @@ class ModelSlimConfig(QuantizationConfig):
                 " the model with ModelSlim"
             )
         self._take(description)
+        if (first := getattr(hf_config, "target_layer_count", None)) is not None:
+            # vLLM numbers EAGLE-3's layers after the target's.
+            numbers = range(hf_config.num_hidden_layers)
+            names = {f"layers.{number}.": f"model.layers.{first + number}." for number in numbers}
+            names |= {"midlayer.": names["layers.0."], "fc.": "model.fc."}
+            self.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=names))
 
     def _take(self, description: dict[str, Any]) -> None:
         weights = {name: kind for name, kind in description.items() if _is_weight(name)}
