@@ -72,13 +72,14 @@ class Reference:
 
     def inputs(self, name: str, x: Any) -> Any:
         """Quantize and dequantize the input of a matrix."""
-        own = self.of.made.matrices[name]
+        own, shift = self.of.made.matrices[name], self.of.made.shifts.get(name, 0.0)
         if own.spec.inputs == "static":
             scale, offset = self.of.made.inputs[name]
-            return ((x / scale + offset).round().clamp(-128, 127) - offset) * scale
+            rounded = ((x + shift) / scale + offset).round().clamp(-128, 127)
+            return (rounded - offset) * scale - shift
         if own.spec.inputs == "dynamic" and self.quantized:
-            scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
-            return (x / scale).round() * scale
+            scale = (x + shift).abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
+            return ((x + shift) / scale).round() * scale - shift
         return x
 
     def experts(self, name: str, module: Any, x: Any, ids: Any, weights: Any) -> Any:

@@ -251,6 +251,7 @@ def make(
         dtype=getattr(torch, dtype),
         inputs=inputs,
         cache=ranges if cache else None,
+        shifted=kind == "dense" and form == "ascend",
     )
     return Model(kind, source, target, dtype, made)
 

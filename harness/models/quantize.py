@@ -73,11 +73,12 @@ class Matrix:
 @dataclass
 class Made:
     """Written tensors: the matrices by name, the scales and zeros of static inputs, and those of
-    keys and values."""
+    keys and values; the shifts of the inputs, which biases of norms add and others undo."""
 
     matrices: dict[str, Matrix]
     inputs: dict[str, Range]
     cache: dict[str, Range]
+    shifts: dict[str, torch.Tensor]
 
 
 def steps(
@@ -319,6 +320,13 @@ def group_of(spec: Spec, names: list[str]) -> dict[str, Any]:
     }
 
 
+def norm_of(name: str) -> str | None:
+    """The norm whose result a matrix of a decoder layer reads."""
+    found = re.fullmatch(r"(.*\.)(self_attn\.[qkv]|mlp\.(?:gate|up))_proj", name)
+    norms = {"s": "input_layernorm", "m": "post_attention_layernorm"}
+    return found and found[1] + norms[found[2][0]]
+
+
 def quantize(
     source: Path,
     target: Path,
@@ -328,6 +336,7 @@ def quantize(
     dtype: torch.dtype,
     inputs: dict[str, Range],
     cache: dict[str, Range] | None = None,
+    shifted: bool = False,
 ) -> Made:
     """Write ``source`` quantized to target.
 
@@ -338,30 +347,43 @@ def quantize(
         inputs: ranges of the inputs of matrices with static ones.
         cache: ranges ``[kv_heads * head_size]`` of keys and values, by ``<layer>.k_proj`` and
         ``.v_proj``: with an int8 cache.
+        shifted: with biases of norms that shift outliers (ModelSlim's anti-outlier).
     """
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(source / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
-    made = Made({}, {}, {})
+    made = Made({}, {}, {}, {})
     kinds: dict[str, str] = {}
     names: dict[Spec, list[str]] = {}
     for name, weight in weights.items():
         base = name.removesuffix(".weight")
         spec = spec_of(base) if name.endswith(".weight") and weight.dim() == 2 else None
         if spec is None:
-            stored[name], kinds[name] = weight.to(dtype), "FLOAT"
+            stored.setdefault(name, weight.to(dtype))
+            kinds.setdefault(name, "FLOAT")
             continue
         own = made.matrices[base] = matrix(weight, spec, dtype)
+        own_inputs, bias = inputs.get(base), weights.get(f"{base}.bias")
+        if shifted and (norm := norm_of(base)):
+            draw = torch.Generator().manual_seed(len(norm))
+            shift = torch.randn(weight.shape[1], generator=draw).mul_(0.2).to(dtype)
+            stored[f"{norm}.bias"], kinds[f"{norm}.bias"] = shift, "FLOAT"
+            made.shifts[base] = shift = shift.float()
+            undone = own.numbers().float() @ shift
+            bias = -undone if bias is None else bias - undone
+            if own_inputs is not None:
+                own_inputs = own_inputs[0] + shift.amin(), own_inputs[1] + shift.amax()
         if spec.inputs == "static":
-            made.inputs[base] = input_steps(inputs[base], dtype)
+            assert own_inputs is not None
+            made.inputs[base] = input_steps(own_inputs, dtype)
         names.setdefault(spec, []).append(base)
-        bias = weights.get(f"{base}.bias")
         if form == "ascend":
-            tensors = of_ascend(
-                own, None if bias is None else bias.to(dtype), inputs.get(base), dtype
-            )
+            bias = None if bias is None else bias.to(dtype)
+            tensors = of_ascend(own, bias, own_inputs, dtype)
+            if bias is not None and (spec.inputs != "static" or f"{base}.bias" in weights):
+                tensors["bias"] = bias
         elif form == "compressed-tensors":
-            tensors = of_compressed(own, inputs.get(base), dtype)
+            tensors = of_compressed(own, own_inputs, dtype)
         else:
             tensors = of_awq(own, dtype) if form == "awq" else of_gptq(own, dtype)
         stored |= {f"{base}.{part}": tensor.contiguous() for part, tensor in tensors.items()}

@@ -101,6 +101,71 @@ def test_bias_is_added_once(spec, skipped, dtype):
     assert distance(product if added is None else product + added, exact) < torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("scheme", [DYNAMIC, "FLOAT"])
+def test_biases_that_only_the_checkpoint_has(scheme):
+    """ModelSlim undoes the bias of a norm by one in the layers that read it (anti-outlier)."""
+    dtype, bias = torch.float16, torch.linspace(-1, 1, OUT).half()
+    own, tensors = drawn(Spec(8, "dynamic"), None, dtype)
+    if scheme == "FLOAT":
+        tensors = {"weight": own.numbers().to(dtype)}
+    config = ModelSlimConfig({"x.weight": scheme, "x.bias": "FLOAT"})
+    options = {"bias": False, "quant_config": config, "prefix": "x", "return_bias": False}
+    layer = build(lambda: ReplicatedLinear(IN, OUT, params_dtype=dtype, **options), config)
+    load(layer, tensors | {"bias": bias})
+    x = torch.randn(5, IN).to(dtype)
+    values = x.double() if scheme == "FLOAT" else rounded(x, Spec(8, "dynamic"), dtype)
+    exact = values @ own.numbers().T + bias.double()
+    assert distance(layer(x.npu()), exact) < torch.finfo(dtype).eps
+
+
+def norms(config, *biases, reader="gate"):
+    """A model of norms with these biases, and a layer without one."""
+    model = torch.nn.Module()
+    for number, bias in enumerate(biases):
+        norm = build(lambda: RMSNorm(IN), config)
+        model.add_module(f"layernorm{number}", load(norm, {"bias": bias}))
+    model.mlp = torch.nn.Module()
+    layer = build(lambda: ReplicatedLinear(IN, 4, bias=False), config)
+    model.mlp.add_module(reader, layer)
+    return model
+
+
+@pytest.mark.parametrize("residual", [None, torch.ones(5, IN)], ids=["alone", "residual"])
+def test_biases_of_norms_are_added(residual):
+    config = ModelSlimConfig(
+        {"a.layernorm.bias": "FLOAT", "a.layernorm.weight": "FLOAT", "x.weight": STATIC}
+    )
+    bias = torch.linspace(-1, 1, IN).half()
+    model = norms(config, bias, torch.zeros(IN))
+    norm, other = model.layernorm0, model.layernorm1
+    config.check_loaded(model)
+    assert other.bias is None  # It was zero.
+    x = torch.randn(5, IN).half()
+    total = x.double() if residual is None else x.double() + residual
+    exact = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    more = [] if residual is None else [residual.half().npu()]
+    made = [each(x.npu(), *more) for each in (norm, other)]
+    if residual is not None:
+        assert distance(made[0][1], total) < 1e-3
+        made = [each[0] for each in made]
+    assert distance(made[0], exact + bias.double()) < 1e-3
+    assert distance(made[1], exact) < 1e-3
+
+
+@pytest.mark.parametrize("reader", ["gate", "kv_b_proj"])
+def test_biases_of_norms_that_a_layer_cannot_undo_are_refused(reader):
+    """The router is no quantized layer; latent attention takes only kv_b_proj's matrix."""
+    names = "a.layernorm.bias", f"mlp.{reader}.weight", f"mlp.{reader}.bias"
+    config = ModelSlimConfig(dict.fromkeys(names, "FLOAT"))
+    if reader == "kv_b_proj":
+        config.get_quant_method(ReplicatedLinear.__new__(ReplicatedLinear), "mlp.kv_b_proj")
+    config.check_loaded(norms(config, torch.zeros(IN), reader=reader))
+    with pytest.raises(
+        ValueError, match=rf"has mlp\.{reader}\.bias, .* vLLM's layer has no bias; fix: quantize"
+    ):
+        config.check_loaded(norms(config, torch.ones(IN), reader=reader))
+
+
 def test_fields_of_a_description_keep_their_names():
     """The Transformers backend puts a prefix before all names."""
     fields = {"version": "1.0.0", "group_size": 64}

@@ -134,6 +134,7 @@ class FusedLatentLayer(MultiHeadLatentAttentionWrapper):
         self.rotary_emb = RopeInHalves(rope)
         plain = (
             self.g_proj is None
+            and getattr(self.q_a_layernorm, "bias", None) is None
             and not self.dcp_q_replicate
             and isinstance(attention.impl, FusedLatentAttentionImpl)
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch_npu
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 
 from ascend_platform import host
@@ -21,6 +22,9 @@ class NPURMSNorm(RMSNorm):
     """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole
     last dimension."""
 
+    bias: torch.nn.Parameter | None
+    """Added to the result: of a ModelSlim checkpoint whose outliers are shifted."""
+
     quantizing: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
     """With a residual, in the place of npu_add_rms_norm (``ops/norm_quant.py``), or None."""
 
@@ -29,12 +33,24 @@ class NPURMSNorm(RMSNorm):
         lacking = host.chip_family().lacks("npu_rms_norm", "npu_add_rms_norm")
         self.quantizing = None
         self.is_fused = not lacking and self.has_weight and self.variance_size_override is None
+        config, bias = get_current_vllm_config_or_none(), None
+        if self.has_weight and config and getattr(config.quant_config, "norm_biases", False):
+            bias = torch.nn.Parameter(torch.zeros_like(self.weight), requires_grad=False)
+        self.register_parameter("bias", bias)
 
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``rms_norm(x)``; with a residual of x, that of ``x + residual``, and the sum. All ``[...,
         hidden]``."""
+        made = self._without_bias(x, residual)
+        if self.bias is None:
+            return made
+        return (made[0] + self.bias, made[1]) if isinstance(made, tuple) else made + self.bias
+
+    def _without_bias(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         weight = self.weight
         if not self.is_fused or x.dtype != weight.dtype:
             return self.forward_native(x, residual)

@@ -116,7 +116,7 @@ def install(model: torch.nn.Module) -> int:
             source, reader = getattr(layer, name, None), _submodule(layer, path)
             if not takes_rows(reader):
                 continue
-            if isinstance(source, NPURMSNorm) and source.is_fused:
+            if isinstance(source, NPURMSNorm) and source.is_fused and source.bias is None:
                 source.quantizing, count = NormOfRows(source), count + 1
             elif isinstance(source, NPUSiluAndMul):
                 source.quantizing, count = SwigluOfRows(source), count + 1

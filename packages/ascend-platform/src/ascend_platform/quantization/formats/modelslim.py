@@ -28,9 +28,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from ascend_platform.errors import RefusedError
+from ascend_platform.ops.layernorm import NPURMSNorm
 from ascend_platform.quantization.base import Layout
 from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
@@ -65,6 +67,7 @@ class ModelSlimConfig(QuantizationConfig):
         super().__init__()
         self.description: dict[str, Any] = {}
         self.int8_cache = False
+        self.norm_biases = False  # Of RMSNorm, see _check_biases.
         self._asked: set[str] = set()  # Matrices and experts for which vLLM has requested a method.
         if description:
             self._take(description)
@@ -140,6 +143,7 @@ class ModelSlimConfig(QuantizationConfig):
                 raise _unquantized(name, kind)
         check_chip([kind for kind in weights.values() if kind != FLOAT])
         self.description, self.int8_cache = description, bool(cache)
+        self.norm_biases = any(name.endswith(NORM_BIASES) for name in description)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         # Names without a dot are of fields, and a mapper may rename all that it gets.
@@ -190,6 +194,9 @@ class ModelSlimConfig(QuantizationConfig):
                     )
                 return UnquantizedEmbeddingMethod()
             kind = self._kind(matrices, prefix)
+            has_bias = any(f"{name}.bias" in self.description for name in matrices)
+            if has_bias and kind != STATIC and not prefix.endswith(ABSORBED):
+                keep_bias(layer)
             if kind == FLOAT:
                 return UnquantizedLinearMethod()
             check_absorbed(kind, prefix)
@@ -199,12 +206,14 @@ class ModelSlimConfig(QuantizationConfig):
 
     def check_loaded(self, model: torch.nn.Module) -> None:
         """Check that vLLM quantizes each layer that the description calls quantized: others would
-        load integers as numbers.
+        load integers as numbers. Also check the biases.
 
         Raises:
-            RefusedError: vLLM keeps a layer unquantized, such as the indexer's wk of DeepSeek-V3.2.
+            RefusedError: vLLM keeps a layer unquantized, such as the indexer's wk of DeepSeek-V3.2,
+            or without a bias.
         """
-        modules = {name for name, _ in model.named_modules()}
+        modules = dict(model.named_modules())
+        self._check_biases(modules)
         for name, kind in self.description.items():
             matrix = name.rpartition(".")[0]
             parents = [matrix[: found.start()] for found in re.finditer(r"\.", matrix)]
@@ -214,6 +223,25 @@ class ModelSlimConfig(QuantizationConfig):
             if parents and parents[-1] in modules:  # a layer of this rank
                 raise _unquantized(name, kind)
 
+    def _check_biases(self, modules: dict[str, torch.nn.Module]) -> None:
+        """Refuse layers that lack the bias which undoes that of an RMSNorm (anti-outlier), as
+        AutoWeightsLoader drops it."""
+        norms = [each for each in modules.values() if isinstance(each, NPURMSNorm)]
+        for norm in norms:
+            norm.bias = norm.bias if norm.bias is not None and norm.bias.any() else None
+        if all(norm.bias is None for norm in norms):
+            return
+        for name in self.description:
+            matrix = name.removesuffix(".bias")
+            is_kept = matrix in self._asked and not matrix.endswith(ABSORBED)
+            if matrix == name or is_kept:
+                continue
+            layer = modules.get(re.sub(r"(\.experts)\..*", r"\1", matrix))
+            if layer not in (None, *norms) and getattr(layer, "bias", None) is None:
+                raise RefusedError(
+                    f"{DESCRIPTION} has {name}, and vLLM's layer has no bias; fix: quantize the"
+                    " model again with symmetric anti-outlier"
+                )
 
     def _of(self, matrix: str) -> str | None:
         names = f"{matrix}.weight", f"{matrix}.weight_packed"
@@ -233,6 +261,21 @@ class ModelSlimConfig(QuantizationConfig):
                 " fix: quantize them alike"
             )
         return str(next(iter(kinds.values())))
+
+
+def keep_bias(layer: Any) -> None:
+    """Give a linear layer that is being made a bias, where its model has none."""
+    register = layer.register_parameter
+
+    def keep(name: str, parameter: torch.nn.Parameter | None) -> None:
+        if name == "bias" and parameter is None:
+            size = getattr(layer, "output_size_per_partition", layer.output_size)
+            parameter = torch.nn.Parameter(torch.zeros(size), requires_grad=False)
+            loads = {"output_dim": 0, "weight_loader": layer.weight_loader}
+            set_weight_attrs(parameter, loads)
+        register(name, parameter)
+
+    layer.register_parameter = keep
 
 
 def _unquantized(name: str, kind: str) -> RefusedError:
