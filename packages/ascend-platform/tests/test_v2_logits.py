@@ -60,6 +60,9 @@ def expect(found: torch.Tensor, wanted: list[list[float]]) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_penalties(seed: int) -> None:
     batch = Batch(seed)
+    for row, place in enumerate(batch.local):
+        if place and batch.rng.random() < 0.3:  # a placeholder
+            batch.input_ids[row] = -1
     words = -(-VOCABULARY // 32)
     mask = torch.full((ROWS, words), 7, dtype=torch.int32, device="npu")
     counts = torch.full((ROWS, VOCABULARY), 7, dtype=torch.int32, device="npu")

@@ -46,15 +46,17 @@ def apply_penalties(
     output_bin_counts: torch.Tensor,
 ) -> None:
     """Apply penalties for the prompt's and the output's tokens, and for the request's draft tokens
-    before the row's."""
+    before the row's, of which placeholders are -1."""
     repetition, frequency, presence = (
         each.index_select(0, expanded_idx_mapping)[:, None]
         for each in (repetition_penalty, frequency_penalty, presence_penalty)
     )
     rows = torch.arange(len(logits), device=logits.device)
     before = (rows > (rows - expanded_local_pos)[:, None]) & (rows <= rows[:, None])
+    before &= token_ids >= 0
     counts = output_bin_counts.index_select(0, expanded_idx_mapping)
-    counts.scatter_add_(1, token_ids.long().expand(len(rows), -1), before.to(counts.dtype))
+    columns = token_ids.clamp(min=0).long()
+    counts.scatter_add_(1, columns.expand(len(rows), -1), before.to(counts.dtype))
     in_output = counts > 0
     seen = in_output | _unpack(
         prompt_bin_mask.index_select(0, expanded_idx_mapping), logits.shape[1]
