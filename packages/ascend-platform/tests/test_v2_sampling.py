@@ -90,10 +90,11 @@ def test_temperature_and_min_p(seed: int) -> None:
     torch.testing.assert_close(got.cpu(), logits)
 
 
-@pytest.mark.parametrize("top", [0, 2, 4])
+@pytest.mark.parametrize("top", [0, 2, 4, 7])
 def test_requested_log_probabilities(top: int) -> None:
+    """Also where there are more of the most probable tokens than a request may name."""
     counts, requested = [0, 3, 1], [[9] * 5, [4, 5, 6, 9, 9], [7, 9, 9, 9, 9]]
-    rows, sampled, best = [2, 0, 1, 0], [30, 31, 32, 33], [[20, 21, 22, 23]] * 4
+    rows, sampled, best = [2, 0, 1, 0], [30, 31, 32, 33], [[*range(20, 27)]] * 4
     width = max(top, 3)
     ids, valid = (
         torch.zeros(4, 1 + width, dtype=torch.int64).npu(),

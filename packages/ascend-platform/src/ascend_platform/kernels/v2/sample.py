@@ -68,15 +68,19 @@ def fill_logprob_token_ids(
     width = token_ids.shape[1] - 1
     count = num_requested.index_select(0, expanded_idx_mapping)[:, None]
     columns = torch.arange(width, device=token_ids.device)
-    named = requested.index_select(0, expanded_idx_mapping)[:, :width].long()
-    others = torch.zeros_like(named)
-    if NUM_TOPK:
-        others = torch.nn.functional.pad(top[:, :NUM_TOPK].long(), (0, width - NUM_TOPK))
+    named = _of_width(requested.index_select(0, expanded_idx_mapping), width)
+    others = _of_width(top[:, :NUM_TOPK], width) if NUM_TOPK else torch.zeros_like(named)
     valid = columns < torch.where(count > 0, count, NUM_TOPK)
     token_ids[:, 0] = sampled
     token_ids[:, 1:] = torch.where(valid, torch.where(count > 0, named, others), 0)
     valid_mask[:, 0] = True
     valid_mask[:, 1:] = valid
+
+
+def _of_width(token_ids: torch.Tensor, width: int) -> torch.Tensor:
+    """The first ``width`` columns, int64, with zeros where there are fewer."""
+    token_ids = token_ids[:, :width].long()
+    return torch.nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
 
 
 OF_PLACEHOLDER = {"next_power_of_2": staticmethod(next_power_of_2)}
