@@ -4,7 +4,7 @@
 print the tokens.
 
     python harness/programs/serve_layout.py '[{"name": ..., "ranks": 2, "model": DIR, "prompts": [[1,
-    2]], "lengths": [3], …}]'
+    2]], "lengths": [3], "bad_words": [[1, 2]], …}]'
 
 A case with `ranks` runs under vLLM's external launcher: that many processes, as torchrun would
 start them, but forked, so that torch and vLLM are imported once for all cases; torchrun can start
@@ -37,10 +37,12 @@ COMMON: dict[str, Any] = {
 }
 
 
-def sampling(length: int) -> SamplingParams:
-    return SamplingParams(
+def sampling(length: int, bad_words: list[list[int]] | None = None) -> SamplingParams:
+    found = SamplingParams(
         temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True
     )
+    found._bad_words_token_ids = bad_words  # vLLM needs a tokenizer for bad_words.
+    return found
 
 
 def answer(completion: Any) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def attention_and_experts(engine: LLM) -> list[str]:
 def answers(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dict[str, Any]]:
     """The engine's answers to this part of the case's prompts, by number."""
     asked = [TokensPrompt(prompt_token_ids=case["prompts"][i]) for i in part]
-    served = engine.generate(asked, [sampling(case["lengths"][i]) for i in part], use_tqdm=False)
+    parameters = [sampling(case["lengths"][i], case.get("bad_words")) for i in part]
+    served = engine.generate(asked, parameters, use_tqdm=False)
     return {i: answer(output.outputs[0]) for i, output in zip(part, served, strict=True)}
 
 

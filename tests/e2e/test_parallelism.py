@@ -67,6 +67,9 @@ if V2:
         "n-gram drafts, PP2": ("adder", "bfloat16", "PP2 n-grams", "FusedAttentionImpl"),
     }
 
+ABSENT = [[0, 0, 0]]
+"""A word in no answer: the sampler looks for it in each request's tokens."""
+
 OF_PROCESSES = {"a stage without attention, PP2"}
 """Served by an executor of processes: under vLLM's external launcher each rank has a scheduler, and
 stages whose caches differ schedule other steps."""
@@ -93,6 +96,7 @@ def results(models: dict[str, Path]) -> dict[str, Any]:
             dtype=dtype,
             mp=name in OF_PROCESSES or (V2 and "PP" in layout),
         )
+        | {"bad_words": ABSENT if "PCP" in layout else None}
         for name, (model, dtype, layout, _) in CASES.items()
     ]
     done = npus.run(

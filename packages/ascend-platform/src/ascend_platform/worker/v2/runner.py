@@ -204,8 +204,11 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 prepared = super().prepare_inputs(scheduler_output, batch, *arguments)
         finally:
             step.are_constants_shared = False
-        if self.sampler is not None and self.sampler.reads_lengths(batch.idx_mapping_np):
-            step.write_lengths(prepared.idx_mapping, self.req_states.lengths)
+        reads = self.sampler is not None and self.sampler.reads_lengths(batch.idx_mapping_np)
+        # Those of a rank's parts of the requests are another number.
+        of_all = prepared if self.pcp_manager is None else self.pcp_manager.global_batch
+        if reads or (of_all is not prepared and self.block_tables.has_sliding_window_groups):
+            step.write_lengths(of_all.idx_mapping, self.req_states.lengths)
         return prepared
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
