@@ -13,6 +13,9 @@ from ascend_platform.kernels.v2.host_step import HostStep
 # Maximum number of requests, tokens per request, and vocabulary size.
 ROWS, WIDTH, VOCABULARY = 8, 96, 40
 
+STEPS = 3
+"""Maximum number of draft tokens."""
+
 
 def device(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device="npu")
@@ -66,3 +69,35 @@ class Batch:
 
     def query_start_loc(self, padding: int = 2) -> torch.Tensor:
         return device(self.starts + [self.num_tokens] * padding)
+
+
+class Drafts(Batch):
+    """As Batch; requests in decode have draft tokens, and some in prefill placeholders."""
+
+    def __init__(self, seed: int, decode: bool = False) -> None:
+        super().__init__(seed, decode)
+        rng = random.Random(seed)
+        self.drafts = []
+        for number, row in enumerate(self.rows):
+            generates = self.computed[row] >= self.prefill_len[row]
+            is_padded = (
+                not generates and self.lengths[number] == self.prefill_len[row] - self.computed[row]
+            )
+            self.drafts.append(
+                rng.randint(0, STEPS) if generates or (is_padded and rng.random() < 0.5) else 0
+            )
+            self.lengths[number] += self.drafts[-1]
+        self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
+        self.num_tokens = self.starts[-1]
+        self.seq_lens = [
+            self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)
+        ]
+        self.logits = [sum(self.drafts[:number]) + number for number in range(len(self.rows) + 1)]
+        self.drafted = [[rng.randrange(VOCABULARY) for _ in range(STEPS)] for _ in range(ROWS)]
+        is_prefill = any(self.computed[row] < self.prefill_len[row] for row in self.rows)
+        self.step = DeviceStep(
+            np.array(self.lengths),
+            is_prefill,
+            num_draft_tokens=np.array(self.drafts),
+            looks_ahead=True,
+        )

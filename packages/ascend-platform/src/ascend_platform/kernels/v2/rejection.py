@@ -85,7 +85,7 @@ def rejection_sample(
 
     A greedy request accepts what the target model would choose. Another accepts token x with
     probability min(1, p(x) / q(x)), and replaces a rejected one by a sample from max(p - q, 0);
-    without ``draft_logits`` q is 1 for the draft token.
+    without ``draft_logits``, and with fixed rates of acceptance, q is 1 for the draft token.
 
     Args:
         target_logits: ``[logits, vocab_size]``, with all sampling parameters applied.
@@ -164,7 +164,7 @@ class _Odds(NamedTuple):
     """log(p / q) of each row's draft token, and what normalizes the logits of p and q.
 
     Attributes:
-        scores: the drafter's logits ``[rows, vocab_size]``; None where q is 1.
+        scores: the drafter's logits, of its own vocabulary; None where q is 1.
     """
 
     ratio: torch.Tensor
@@ -200,9 +200,9 @@ def _accept_random(rows: _Rows, seed: torch.Tensor, pos: torch.Tensor, odds: _Od
 def _accept_synthetic(
     rows: _Rows, seed: torch.Tensor, pos: torch.Tensor, rates: torch.Tensor
 ) -> torch.Tensor:
-    """Accept draft tokens with fixed probabilities ``[steps]``."""
+    """Accept draft tokens with fixed probabilities ``[steps]``: all of them with probability 1."""
     steps = rows.numbers.clamp(max=len(rates) - 1)
-    return (-_waiting(rows, seed, pos)).exp() < rates.index_select(0, steps)
+    return rates.log().neg_().index_select(0, steps) < _waiting(rows, seed, pos)
 
 
 def _resampling_logits(
@@ -239,16 +239,15 @@ def _draft_scores(
 def _residual(
     target: torch.Tensor, draft: torch.Tensor, logits: torch.Tensor, is_rejected: torch.Tensor
 ) -> torch.Tensor:
-    """Logarithm of max(p - q, 0) where a draft token is rejected, from log-probabilities."""
-    width = min(target.shape[1], draft.shape[1])
+    """Logarithm of max(p - q, 0) where a draft token is rejected, from log-probabilities; q is 0
+    for tokens that the drafter does not have."""
+    draft = draft[:, : target.shape[1]]
+    if missing := target.shape[1] - draft.shape[1]:
+        draft = torch.nn.functional.pad(draft, (0, missing), value=-torch.inf)
     # NaN where neither model has the token, which then has no residual.
-    ratio = (draft[:, :width] - target[:, :width]).exp()
-    rest = torch.where(ratio < 1, target[:, :width] + torch.log1p(-ratio), -torch.inf)
-    return torch.where(
-        is_rejected,
-        torch.nn.functional.pad(rest, (0, logits.shape[1] - width), value=-torch.inf),
-        logits,
-    )
+    ratio = (draft - target).exp()
+    rest = torch.where(ratio < 1, target + torch.log1p(-ratio), -torch.inf)
+    return torch.where(is_rejected, rest, logits)
 
 
 def _noise(
