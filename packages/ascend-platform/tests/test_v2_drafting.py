@@ -326,6 +326,22 @@ def test_lengths_while_draft_tokens_are_in_flight() -> None:
     assert before.count() == [0, 0]
 
 
+def test_lengths_that_a_drafter_needs_first() -> None:
+    """The target has attention without sequence lengths on the host."""
+    lengths, rows = draft_lengths.DraftLengths(2), np.array([1])
+    lengths.add(1, 5)
+    lengths.reject(draft_lengths.Rejections(rows, device([2])))
+    lengths.advance(rows, np.array([4]))
+    before = lengths.before(rows, np.array([9]))
+    lengths.reject(draft_lengths.Rejections(rows, device([1])))
+    lengths.advance(rows, np.array([4]))
+    assert before is not None
+    assert before.count() == [2]
+    before = lengths.before(rows, np.array([11]))
+    assert before is not None
+    assert before.count() == [1]
+
+
 def test_lengths_while_steps_of_a_pipeline_are_in_flight() -> None:
     lengths, first, second = draft_lengths.DraftLengths(2), np.array([0]), np.array([1])
     lengths.add(0, 5)

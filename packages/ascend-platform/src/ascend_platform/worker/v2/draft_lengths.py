@@ -52,17 +52,22 @@ class DraftLengths:
         if self._rejected is None and (num_computed_tokens == self._computed[rows]).all():
             return None
 
+        counted, pending = self._computed.copy(), self._rejected
+
         @functools.cache
         def count() -> list[int]:
-            self._settle()
-            return (num_computed_tokens - self._computed[rows]).tolist()
+            # A drafter may be the first that needs it, when this step's tokens are counted too.
+            if pending is not None:
+                counted[pending.rows] -= pending.of_current()
+            if pending is self._rejected:
+                self._settle()
+            return (num_computed_tokens - counted[rows]).tolist()
 
         return base.Rejected(count)
 
     def _settle(self) -> None:
         if self._rejected is not None:
-            rejected = np.where(self._rejected.is_current, self._rejected.count(), 0)
-            self._computed[self._rejected.rows] -= rejected
+            self._computed[self._rejected.rows] -= self._rejected.of_current()
             self._rejected = None
 
 
@@ -75,6 +80,10 @@ class Rejections:
         self._on_host.copy_(num_rejected, non_blocking=True)
         self._event = torch.npu.Event()
         self._event.record()
+
+    def of_current(self) -> np.ndarray:
+        """The numbers of requests whose rows have no other request yet, of the others 0."""
+        return np.where(self.is_current, self.count(), 0)
 
     @functools.cache  # An object lives for two steps.  # noqa: B019
     def count(self) -> list[int]:
