@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Graph modes: tokens, one launch a decode step, and fewer captured sizes where streams
+"""Graph modes: tokens, one launch a decode step, and fewer captured sizes, or none, where streams
 are short."""
 
 from typing import Any
@@ -11,7 +11,8 @@ from harness.graphs import check, serve
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    cases = {"mode": "FULL_AND_PIECEWISE", "ranks": 2}, {"mode": "FULL", "ranks": 1, "streams": 40}
+    few, none = ({"mode": "FULL", "ranks": 1, "streams": streams} for streams in (40, 34))
+    cases = {"mode": "FULL_AND_PIECEWISE", "ranks": 2}, few, none
     return serve(tmp_path_factory.mktemp("trace") / "trace.json", *cases)
 
 
@@ -48,4 +49,13 @@ def test_fewer_sizes_are_captured_when_streams_are_short(results: list[dict[str,
     result = results[1]
     assert result["captured"] == {"PIECEWISE": [], "FULL": [1, 8, 32]}
     assert "capturing graphs of 3 of 7 sizes (1, 8, 32 tokens): " in result["log"]
+    check(result)
+
+
+def test_steps_run_eagerly_without_streams_for_graphs(results: list[dict[str, Any]]) -> None:
+    """The first capture is the one that estimates the graphs' memory."""
+    result = results[2]
+    assert result["captured"] == {"PIECEWISE": [], "FULL": []}
+    assert "graphs disabled: " in result["log"]
+    assert "; steps run eagerly. fix: " in result["log"]
     check(result)

@@ -190,7 +190,11 @@ def half_of_sizes(sizes: list[int], reason: str) -> list[int]:
     """Return the sizes to capture after a capture for which the streams ran out, and warn; none if
     there was one size."""
     if len(sizes) == 1:
-        _warn("graphs disabled: %s", reason)
+        _warn(
+            "graphs disabled: %s; steps run eagerly. fix: end other processes of the NPU, whose"
+            " graphs hold its streams",
+            reason,
+        )
         return []
     kept = subsample_sizes(sizes, len(sizes) // 2)
     tokens = ", ".join(map(str, kept))

@@ -57,9 +57,17 @@ class GraphSizeMixin(Runner):
 
     def profile_cudagraph_memory(self: Any) -> int:
         """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this
-        runner's wrappers only."""
+        runner's wrappers only; when the streams run out, with half of the sizes."""
         with capture_sizes.without_other_engines(self.compilation_config):
-            return super().profile_cudagraph_memory()
+            while True:
+                try:
+                    return super().profile_cudagraph_memory()
+                except capture_sizes.OutOfStreamsError as error:
+                    reason = str(error)
+                # vLLM has dropped the keys, and makes those of the sizes that are left.
+                if not self._graph_sizes.halve(reason):
+                    self.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+                    return 0
 
     _freeze_gc = staticmethod(capture_sizes.freeze_gc)
 
