@@ -30,3 +30,13 @@ def test_without_numba_there_is_no_ngram(monkeypatch):
         match=r"ngram needs numba; fix: pip install 'ascend-platform\[ngram\]'",
     ):
         unsupported.check(config("ngram"))
+
+
+@pytest.mark.parametrize("name", unsupported.VERIFICATIONS)
+def test_verifications_are_refused_by_name_and_reason(name):
+    asked = config("eagle")
+    asked.speculative_config.rejection_sample_method = name
+    with pytest.raises(
+        extension.RefusedError, match=rf"method {name} of [^\n]+ not supported: [^\n]+; fix: "
+    ):
+        unsupported.check(asked)

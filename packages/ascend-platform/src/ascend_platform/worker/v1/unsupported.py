@@ -15,9 +15,15 @@ DRAFTS = {
 }
 """Methods of speculative decoding that are not supported, and why."""
 
+VERIFICATIONS = {
+    "block": "vLLM has it in its V2 model runner only",
+    "fly": "its kernels in vLLM's V1 model runner need Triton",
+}
+"""Values of ``rejection_sample_method`` that are not supported, and why; V2 lacks them too."""
+
 
 def check(vllm_config: Any) -> None:
-    """Refuse methods of speculative decoding.
+    """Refuse methods of speculative decoding and of the verification of draft tokens.
 
     Raises:
         RefusedError: the method by its name, and why.
@@ -30,6 +36,11 @@ def check(vllm_config: Any) -> None:
         raise RefusedError(
             f"speculative decoding with {name} is not supported: {DRAFTS[name]}; fix: choose"
             " another method"
+        )
+    if (verification := getattr(config, "rejection_sample_method", "")) in VERIFICATIONS:
+        raise RefusedError(
+            f"rejection_sample_method {verification} of speculative decoding is not supported:"
+            f" {VERIFICATIONS[verification]}; fix: leave it out"
         )
     if config.method == "ngram" and not importlib.util.find_spec("numba"):
         raise RefusedError(
