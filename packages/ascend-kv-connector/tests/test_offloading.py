@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_kv_connector.offloading import HostWorker, TieredSpec, kv_format
+from ascend_kv_connector.host_worker import HostWorker
+from ascend_kv_connector.offloading import TieredSpec, kv_format
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.config import (

@@ -4,7 +4,7 @@
 
 Bookkeeping, eviction, metrics, options and the tiers behind host memory are vLLM's
 (``vllm/v1/kv_offload``). The block copies between device and host, CUDA kernels in vLLM, are done
-here by PyTorch. A layer's block is two pages, keys and values.
+by PyTorch (:mod:`~ascend_kv_connector.host_worker`). A layer's block is two pages, keys and values.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from ascend_platform import extension
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    OffloadingWorker,
-    TransferResult,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from ascend_kv_connector.config import sliding_windows
+from ascend_kv_connector.host_worker import HostWorker, RegionWorker
 from ascend_kv_connector.store.identity import identity_digest
 
 SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
@@ -48,9 +49,22 @@ for _name, _place in TIERS.items():
     if _name not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(_name, *_place)
 
-HOST_REGISTER_MAPPED = 0x2
-"""ACL_HOST_REG_MAPPED, a flag of aclrtHostRegisterV2; source: torch_npu's
-``test/npu/test_npurt.py``."""
+
+@dataclass
+class WorkerMetadata(OffloadingWorkerMetadata):
+    """vLLM's, and the jobs of this step's ``completed_jobs`` whose blocks were not stored."""
+
+    failed_stores: set[int] = field(default_factory=set)
+
+    @classmethod
+    def extend(cls, known: Any, failed: set[int]) -> WorkerMetadata:
+        """vLLM's metadata with the failed jobs."""
+        names = (each.name for each in fields(OffloadingWorkerMetadata))
+        return cls(**{name: getattr(known, name) for name in names}, failed_stores=failed)
+
+    def aggregate(self, other: Any) -> WorkerMetadata:
+        merged = super().aggregate(other)
+        return self.extend(merged, self.failed_stores | other.failed_stores)
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
@@ -107,6 +121,55 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         if not all("identity" in tier for tier in extra_config.get("secondary_tiers", ())):
             extra_config["kv_identity"] = identity_digest(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._failed_stores: set[int] = set()
+        self._failed_keys: set[Any] = set()
+        if self.connector_scheduler is not None:
+            manager: Any = self.connector_scheduler.manager
+            manager.complete_store = partial(self._complete_store, manager.complete_store)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """vLLM's, with the requests of failed loads; the scheduler fails them or computes their
+        prompts (``kv_load_failure_policy``)."""
+        assert self.connector_worker is not None
+        loads = dict(self.connector_worker._load_jobs)
+        results = super().get_transfer_results(finished_req_ids)
+        worker = self.connector_worker.worker
+        failed = worker.pop_failed() if isinstance(worker, HostWorker) else set()
+        results.failed_recving |= {loads[job] for job in failed & loads.keys()}
+        self._failed_stores |= failed - loads.keys()
+        return results
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        metadata = super().build_connector_worker_meta()
+        if metadata is None:
+            return None
+        failed, self._failed_stores = self._failed_stores, set()
+        return WorkerMetadata.extend(metadata, failed)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        jobs, states = self.scheduler._jobs, self.scheduler._req_status
+        metadata = connector_output.kv_connector_worker_meta
+        for number in metadata.failed_stores if metadata else ():
+            if number in jobs:  # otherwise the cache was reset
+                self._failed_keys |= set(jobs[number].keys)
+        for request in connector_output.failed_recving:
+            if request in states and states[request].transfer_jobs:  # not another connector's
+                # It would be loaded again, and might fail again, forever.
+                states[request].max_load_tokens = 0
+        super().update_connector_output(connector_output)
+
+    def _complete_store(
+        self,
+        complete: Callable[..., None],
+        keys: Collection[Any],
+        *context: Any,
+        success: bool = True,
+    ) -> None:
+        """The manager's method of this name, to which vLLM's scheduler reports success for all
+        stores."""
+        failed = self._failed_keys.intersection(keys)
+        self._failed_keys -= failed
+        complete(keys, *context, success=success and not failed)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register each page tensor once: layers of several groups may share memory, as a block
@@ -252,176 +315,3 @@ def check_single_host(name: str, vllm_config: Any) -> None:
             f"{name}: the instance spans {nodes} machines; its ranks share host memory; fix: use one"
             " machine for an instance, and a pool for several instances"
         )
-
-
-@dataclass
-class CopyJob:
-    """Copies of one transfer job. ``size`` is in bytes, and valid after launch."""
-
-    began: Any
-    ended: Any
-    launched: Future[int]
-
-    def has_ended(self) -> bool:
-        return self.launched.done() and (
-            self.launched.exception() is not None or self.ended.query()
-        )
-
-
-class Direction:
-    """Copies to the host, or from it: a stream, and the thread that launches them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.npu.Stream(device)
-        self.thread = ThreadPoolExecutor(1, "kv-copy")
-
-
-class HostWorker(OffloadingWorker):
-    """Copies blocks between NPU and pinned host memory, in each direction in the order of the jobs.
-
-    Each direction has a stream and a thread, because launches for a long prompt take tens of
-    milliseconds.
-
-    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk,
-    bytes]``; ``groups`` has the indices of each KV cache group's pages.
-    """
-
-    def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor]) -> None:
-        self.pages = [cache.tensor for cache in kv_caches.tensors]
-        self.host = list(host)
-        self.groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
-        self.blocks_per_chunk = self.host[0].shape[1]
-        self._loads, self._stores = (Direction(self.pages[0].device) for _ in range(2))
-        self._jobs: dict[int, CopyJob] = {}
-
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._enqueue(job_id, src_spec, dst_spec, store=True)
-
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **later: Any) -> bool:
-        """Start a load. ``later``: vLLM 0.33 passes whether it is urgent; jobs keep their order
-        here."""
-        return self._enqueue(job_id, dst_spec, src_spec, store=False)
-
-    def get_finished(self) -> list[TransferResult]:
-        ended = []
-        for number in [number for number, job in self._jobs.items() if job.has_ended()]:
-            job = self._jobs.pop(number)
-            if (error := job.launched.exception()) is not None:
-                extension.logger.error(
-                    "KV cache was not copied between NPU and host: %s: %s",
-                    type(error).__name__,
-                    error,
-                )
-                ended.append(TransferResult(number, False))
-                continue
-            seconds = job.began.elapsed_time(job.ended) / 1000
-            ended.append(TransferResult(number, True, job.launched.result(), seconds))
-        return ended
-
-    def wait(self, job_ids: set[int]) -> None:
-        for number in job_ids & self._jobs.keys():
-            if self._jobs[number].launched.exception() is None:
-                self._jobs[number].ended.synchronize()
-
-    def shutdown(self) -> None:
-        for direction in (self._loads, self._stores):
-            direction.thread.shutdown()
-            direction.stream.synchronize()
-        self._jobs.clear()
-        self.pages.clear()
-        self.host.clear()
-
-    def _enqueue(self, job: int, blocks: Any, chunks: Any, store: bool) -> bool:
-        direction = self._stores if store else self._loads
-        after = torch.npu.Event()
-        began, ended = (torch.npu.Event(enable_timing=True) for _ in range(2))
-        after.record()
-        runs = self._runs(blocks, chunks)
-
-        def launch() -> int:
-            torch.npu.set_device(direction.device)
-            with torch.npu.stream(direction.stream):
-                direction.stream.wait_event(after)
-                began.record()
-                size = sum(self._copy(group, *run, store) for group, run in runs)
-                ended.record()
-            return size
-
-        self._jobs[job] = CopyJob(began, ended, direction.thread.submit(launch))
-        return True
-
-    def _copy(self, group: int, block: int, row: int, count: int, store: bool) -> int:
-        """Copy consecutive blocks to or from consecutive rows, for all pages of a group; returns
-        the number of bytes."""
-        size = 0
-        for index in self.groups[group]:
-            page, host = self.pages[index], self.host[index]
-            if host.is_contiguous():
-                rows_of_host = host.view(-1, host.shape[-1])
-                pairs = [(page[block : block + count], rows_of_host[row : row + count])]
-            else:  # A copy of several non-contiguous rows would need a temporary tensor.
-                rows = [divmod(row + number, self.blocks_per_chunk) for number in range(count)]
-                pairs = [(page[block + number], host[place]) for number, place in enumerate(rows)]
-            for part, there in pairs:
-                to, origin = (there, part) if store else (part, there)
-                to.copy_(origin, non_blocking=True)
-                size += part.numel()
-        return size
-
-    def _runs(self, blocks: Any, chunks: Any) -> list[tuple[int, tuple[int, int, int]]]:
-        """Group, and first block, first host row and number of blocks of each run that is
-        consecutive on both sides."""
-        block_ids, chunk_ids = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist())
-        chunk = 0
-        runs: list[tuple[int, tuple[int, int, int]]] = []
-        for group, (count, first) in enumerate(
-            zip(blocks.group_sizes, blocks.block_indices, strict=True)
-        ):
-            begins = len(runs)
-            # `first` is a block index in the request; chunks are aligned to their size.
-            for place in range(first, first + count):
-                block, within = next(block_ids), place % self.blocks_per_chunk
-                if not within or place == first:
-                    chunk = next(chunk_ids)
-                row = chunk * self.blocks_per_chunk + within
-                if len(runs) > begins:
-                    _, (start, start_row, length) = runs[-1]
-                    if (block, row) == (start + length, start_row + length):
-                        runs[-1] = group, (start, start_row, length + 1)
-                        continue
-                runs.append((group, (block, row, 1)))
-        return runs
-
-
-class RegionWorker(HostWorker):
-    """HostWorker on host memory that is shared with the scheduler's process."""
-
-    def __init__(
-        self,
-        kv_caches: CanonicalKVCaches,
-        host: Sequence[torch.Tensor],
-        region: SharedOffloadRegion,
-    ) -> None:
-        super().__init__(kv_caches, host)
-        self._region: SharedOffloadRegion | None = region
-        self._address = region._base.data_ptr()
-        if code := torch.npu.npurt().npuHostRegister(
-            self._address, region.total_size_bytes, HOST_REGISTER_MAPPED
-        ):
-            extension.logger.warning(
-                "aclrtHostRegister failed with code %d for %d bytes of host memory; KV cache copies"
-                " will block steps",
-                code,
-                region.total_size_bytes,
-            )
-            self._address = 0
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        region, self._region = self._region, None
-        if region is None:
-            return
-        if self._address:
-            torch.npu.npurt().npuHostUnregister(self._address)
-        region._creator = region._creator and os.path.exists(region.mmap_path)
-        region.cleanup()
