@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from ascend_kv_connector.proxy import Router
+from ascend_kv_connector.proxy import METASERVER, PATHS, Router
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 
@@ -125,5 +125,31 @@ def test_failures_are_reported(prefill: Callable, stop: str, status: int, said: 
     assert said in text
 
 
-def test_malformed_request_is_refused() -> None:
-    assert ask("[1", first, second)[:1] == (400,)
+@pytest.mark.parametrize("path", [*PATHS, METASERVER])
+@pytest.mark.parametrize(
+    "body",
+    [b"[1", b"", b"\xff", b"[]", b"null", b'"a"', b"[" * 100_000, '{"a": 1'.encode("utf-16")],
+    ids=lambda body: str(body[:6]),
+)
+def test_malformed_request_is_refused(path: str, body: bytes) -> None:
+    async def run() -> tuple[int, dict]:
+        async with TestClient(TestServer(Router([""], [""]).application())) as client:
+            headers = {"Content-Type": "application/json; charset=none"}
+            async with client.post(path, data=body, headers=headers) as answer:
+                return answer.status, await answer.json()
+
+    status, found = asyncio.run(run())
+    assert status == 400
+    assert found["error"]["message"] == (
+        "the body is not a JSON object; fix: send one, as vLLM's API has it"
+    )
+
+
+async def of_another_kind(request: web.Request) -> web.Response:
+    return web.json_response([PARAMS])
+
+
+def test_prefill_that_answers_with_something_else_is_reported() -> None:
+    status, text, asked = ask({"prompt": "6*7="}, of_another_kind, second)
+    assert (status, len(asked)) == (502, 1)
+    assert "returned no kv_transfer_params; start it with" in text

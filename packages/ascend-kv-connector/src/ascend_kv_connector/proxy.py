@@ -44,6 +44,10 @@ NOT_FOR_PREFILL = (
 METASERVER = "/v1/metaserver"
 """Path where a decode instance requests a prefill; vllm-ascend's name."""
 
+JSON = "application/json"
+
+NO_OBJECT = "the body is not a JSON object; fix: send one, as vLLM's API has it"
+
 
 class Waiting(NamedTuple):
     """A request whose decode instance has not asked for its prefill."""
@@ -73,11 +77,8 @@ class Router:
         return app
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        try:
-            body = json.loads(await request.text())
-            assert isinstance(body, dict)
-        except (ValueError, AssertionError):
-            return _error(400, "the body is not a JSON object")
+        if (body := _json_object(await request.read())) is None:
+            return _error(400, NO_OBJECT)
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
         headers |= {
             name: request.headers[name] for name in ("Authorization",) if name in request.headers
@@ -92,13 +93,11 @@ class Router:
             async with request.app[SESSION].post(where, json=first, headers=headers) as answer:
                 text = await answer.text()
             if answer.status != 200:
-                return web.Response(
-                    status=answer.status, text=text, content_type="application/json"
-                )
-            params = json.loads(text).get("kv_transfer_params")
+                return web.Response(status=answer.status, text=text, content_type=JSON)
         except (ClientError, ValueError, TimeoutError) as error:
             return _failure("prefill", where, error)
-        if not params:
+        params = (_json_object(text) or {}).get("kv_transfer_params")
+        if not isinstance(params, dict) or not params:
             return _error(
                 502,
                 f"{where} returned no kv_transfer_params; start it with --kv-transfer-config and"
@@ -108,7 +107,8 @@ class Router:
 
     async def metaserver(self, request: web.Request) -> web.StreamResponse:
         """A decode instance has blocks for a request and asks for its prefill."""
-        params = json.loads(await request.text())
+        if (params := _json_object(await request.read())) is None:
+            return _error(400, NO_OBJECT)
         name = str(params.get("request_id"))
         # With n > 1 vLLM numbers them, "0_cmpl-…".
         wanted = self._waiting.get(name) or self._waiting.get(re.sub(r"^\d+_", "", name))
@@ -120,9 +120,9 @@ class Router:
                 where, json=_prefill_body(wanted.body, params), headers=wanted.headers
             ) as answer:
                 return web.Response(
-                    status=answer.status, text=await answer.text(), content_type="application/json"
+                    status=answer.status, text=await answer.text(), content_type=JSON
                 )
-        except (ClientError, TimeoutError) as error:
+        except (ClientError, ValueError, TimeoutError) as error:
             return _failure("prefill", where, error)
 
     async def _decode_first(
@@ -151,7 +151,8 @@ class Router:
         try:
             async with request.app[SESSION].post(where, json=body, headers=headers) as answer:
                 response = web.StreamResponse(
-                    status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+                    status=answer.status,
+                    headers={"Content-Type": answer.headers.get("Content-Type", JSON)},
                 )
                 await response.prepare(request)
                 async for data in answer.content.iter_any():
@@ -177,6 +178,15 @@ def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any
     """The request for the prefill instance: the same with one token."""
     first = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
     return first | {"max_tokens": 1, "kv_transfer_params": params}
+
+
+def _json_object(text: str | bytes) -> dict[str, Any] | None:
+    """A JSON object; None if the text is anything else."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:
