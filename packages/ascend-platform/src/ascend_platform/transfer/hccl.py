@@ -15,6 +15,7 @@ import queue
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -358,6 +359,7 @@ class HcclReader:
     def connect(self, until: float) -> None:
         """Open the link. Raises TransferError, and the link is discarded."""
         try:
+            self._raise_if_closed()
             self._engine.set_device()
             if self.link is None:
                 self._open(until)
@@ -373,9 +375,7 @@ class HcclReader:
         """
         started = False
         try:
-            if self.closed:  # by the previous read
-                cause = f"the HCCL link with {self._session} failed in another read"
-                raise TransferError("transport", cause)
+            self._raise_if_closed()
             self._engine.set_device()
             sizes = [target.numel() for target in targets]
             connection = self._request(remote, sizes, until)
@@ -395,6 +395,12 @@ class HcclReader:
             if settled is never:
                 _kept.extend(targets)
             raise _as_transfer_error(error, settled) from None
+
+    def _raise_if_closed(self) -> None:
+        """Check that the previous read has not discarded this reader, whose link would be lost."""
+        if self.closed:
+            cause = f"the HCCL link with {self._session} failed in another read"
+            raise TransferError("transport", cause)
 
     def _request(self, remote: list[int], sizes: list[int], until: float) -> int:
         """Let the peer send these bytes, by a new link if it has closed this one; the client's
@@ -434,14 +440,7 @@ class HcclReader:
         if client is not None:
             client.close()
         link, self.link = self.link, None
-        try:
-            if link is not None:
-                link.destroy()
-        except Exception as error:  # the NPU may have failed
-            failed = "HCCL link with %s cannot be destroyed: %s"
-            logger.warning(failed, self._session, one_line(error))
-            return False
-        return True
+        return link is None or self._destroy(link)
 
     def _open(self, until: float) -> None:
         host, _, port = self._session.rpartition(":")
@@ -451,27 +450,42 @@ class HcclReader:
         root = self.client.call(Connect(self._name), until)
         if not isinstance(root, RootInfo):
             raise TransferError("mismatch", f"unexpected reply to Connect: {type(root).__name__}")
-        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        made: Future[Any] = Future()
 
         def connect() -> None:
             try:
                 self._engine.set_device()
-                made.put(link := self._engine.link(1, root.info))
-                if self.closed:  # connected too late
-                    link.destroy()
+                made.set_result(self._engine.link(1, root.info))
             except Exception as error:
-                made.put(error)
+                made.set_exception(error)
 
         threading.Thread(target=connect, name="transfer-hccl", daemon=True).start()
         seconds = max(0.0, min(CONNECT_SECONDS, until - monotonic()))
-        try:
-            self.link = made.get(timeout=seconds)
-        except queue.Empty:
+        if not wait([made], seconds).done:
+            made.add_done_callback(self._destroy_late)
             cause = f"HCCL did not connect the two NPUs in {seconds:.3g} s"
+            raise TransferError("transport", cause)
+        try:
+            self.link = made.result()
+        except Exception as error:
+            cause = f"HCCL cannot connect the two NPUs: {one_line(error)}"
             raise TransferError("transport", cause) from None
-        if isinstance(self.link, Exception):
-            error, self.link = self.link, None
-            raise TransferError("transport", f"HCCL cannot connect the two NPUs: {one_line(error)}")
+
+    def _destroy_late(self, made: Future[Any]) -> None:
+        """Destroy a link that was made too late, in the thread that made it, or in this one if that
+        was just now."""
+        if made.exception() is None:
+            self._destroy(made.result())
+
+    def _destroy(self, link: Any) -> bool:
+        """Destroy a link with all work on it; whether that has succeeded."""
+        try:
+            link.destroy()
+        except Exception as error:  # the NPU may have failed
+            failed = "HCCL link with %s cannot be destroyed: %s"
+            logger.warning(failed, self._session, one_line(error))
+            return False
+        return True
 
 
 def _as_transfer_error(error: Exception, settled: Settled) -> TransferError:
