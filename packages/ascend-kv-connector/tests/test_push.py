@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_kv_connector.p2p import pusher
 from ascend_kv_connector.p2p.producer import Producer
-from ascend_kv_connector.p2p.protocol import Push, Refused
-from ascend_kv_connector.p2p.pusher import PushJobs
+from ascend_kv_connector.p2p.protocol import Push, Pushed, Refused
+from ascend_kv_connector.p2p.pusher import Job, PushJobs
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.query_queue import BusyError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 
 LAYOUTS: dict[str, tuple[dict, dict]] = {
@@ -174,24 +176,41 @@ def test_push_for_a_reader_that_is_gone_ends(instances: Callable) -> None:
     )
 
 
+GOOD: dict[str, Any] = {
+    "request": "r",
+    "reader": "x",
+    "rank": 0,
+    "transfer": "n",
+    "start": 0,
+    "stop": 8,
+    "regions": [0],
+    "session": "s",
+    "memory": [(0, 16)],
+    "block_tokens": 4,
+    "block_size": 4,
+    "blocks": [1, 2],
+}
+
+
+@pytest.mark.parametrize("uptime", [100.0, 1e6])
+def test_only_some_ended_pushes_are_remembered(
+    uptime: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a machine that has just started, whose monotonic clock is near 0."""
+    monkeypatch.setattr(pusher, "monotonic", lambda: uptime)
+    monkeypatch.setattr(pusher, "MAX_ENDED", 10)
+    jobs: list[Job] = []
+    pushes = PushJobs(jobs.append)
+    for number in range(30):
+        push = Push(**GOOD | {"transfer": f"n{number}"})
+        with pytest.raises(BusyError):
+            pushes.answer(push.owner, push)
+        jobs[-1].reply = Pushed(0)
+    assert len(pushes._jobs) == 11
+
+
 def test_invalid_pushes_are_refused(instances: Callable) -> None:
     rank = instances("p").produce().producers[0]
-    good: dict[str, Any] = {
-        "request": "r",
-        "reader": "x",
-        "rank": 0,
-        "transfer": "n",
-        "start": 0,
-        "stop": 8,
-        "regions": [0],
-    }
-    good |= {
-        "session": "s",
-        "memory": [(0, 16)],
-        "block_tokens": 4,
-        "block_size": 4,
-        "blocks": [1, 2],
-    }
     twice = {"regions": [0, 0], "memory": [(0, 16), (0, 16)]}
     for bad in (
         {"stop": 0},
@@ -202,13 +221,13 @@ def test_invalid_pushes_are_refused(instances: Callable) -> None:
         {"blocks": [1]},
         twice,
     ):
-        assert isinstance(rank.answer(Push(**(good | bad))), Refused), bad
+        assert isinstance(rank.answer(Push(**(GOOD | bad))), Refused), bad
     rank.rank = replace(rank.rank, trusts=lambda host: host == "10.0.0.1")
     for session in ("10.0.0.2:15000/ab", "10.0.0.2", ":1"):
-        answer = rank.answer(Push(**(good | {"session": session})))
+        answer = rank.answer(Push(**(GOOD | {"session": session})))
         assert (
             answer.cause
             == "the prefill instance's option peers does not have this decode instance's host"
         )
     hidden = instances("q", expose_cache=False).produce().producers[0]
-    assert isinstance(hidden.answer(Push(**good)), Refused)
+    assert isinstance(hidden.answer(Push(**GOOD)), Refused)

@@ -110,7 +110,7 @@ class PushJobs:
                 ended = [
                     each
                     for each, job in self._jobs.items()
-                    if job.reply and job.failed < until and job.settled()
+                    if job.reply and (not job.failed or job.failed < until) and job.settled()
                 ]
                 for each in ended[: max(0, len(ended) - MAX_ENDED)]:
                     del self._jobs[each]
