@@ -209,6 +209,29 @@ def test_only_some_ended_pushes_are_remembered(
     assert len(pushes._jobs) == 11
 
 
+def test_push_does_not_get_an_earlier_ones_reply() -> None:
+    jobs: list[Job] = []
+    pushes = PushJobs(jobs.append)
+    first, second = Push(**GOOD), Push(**GOOD | {"blocks": [3, 4]})
+
+    def is_busy(push: Push) -> bool:
+        try:
+            pushes.answer(push.owner, push)
+        except BusyError:
+            return True
+        return False
+
+    assert is_busy(first)
+    assert pushes.begin(jobs[0])
+    assert is_busy(second)
+    assert (len(jobs), jobs[0].cancelled) == (1, True)
+    jobs[0].reply = Pushed(5)
+    assert is_busy(second)
+    assert [job.push for job in jobs] == [first, second]
+    jobs[1].reply = Pushed(7)
+    assert pushes.answer(second.owner, second) == Pushed(7)
+
+
 def test_invalid_pushes_are_refused(instances: Callable) -> None:
     rank = instances("p").produce().producers[0]
     twice = {"regions": [0, 0], "memory": [(0, 16), (0, 16)]}

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
@@ -102,9 +102,12 @@ class PushJobs:
         """The reply at the end of the push, which starts with the reader's first query.
 
         Raises:
-            BusyError: it has not ended.
+            BusyError: it has not ended, or an earlier one of the same name has not.
+            TransferError: a write of an earlier one of the same name has failed.
         """
         with self._lock:
+            if owner in self._jobs and self._jobs[owner].push != push:
+                self._stop(owner, owner)  # Request ids may be reused.
             if owner not in self._jobs:
                 until = monotonic() - FAILED_SECONDS
                 ended = [
@@ -146,16 +149,19 @@ class PushJobs:
             it may still arrive.
         """
         with self._lock:
-            if (job := self._jobs.get(owner)) is None:
-                return
-            job.cancelled = True
-            if (job.started and job.reply is None) or not job.settled():
-                raise BusyError((*owner, "stop"), "a write is in progress", independent=True)
-            if job.failed:
-                raise TransferError(
-                    "transport", "a write has failed, and what was sent of it may still arrive"
-                )
-            del self._jobs[owner]
+            self._stop(owner, (*owner, "stop"))
+
+    def _stop(self, owner: Owner, key: tuple[Any, ...]) -> None:
+        if (job := self._jobs.get(owner)) is None:
+            return
+        job.cancelled = True
+        if (job.started and job.reply is None) or not job.settled():
+            raise BusyError(key, "a write is in progress", independent=True)
+        if job.failed:
+            raise TransferError(
+                "transport", "a write has failed, and what was sent of it may still arrive"
+            )
+        del self._jobs[owner]
 
 
 class Pusher:
