@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from ascend_kv_connector.p2p import paged_cache as module
-from ascend_kv_connector.p2p.paged_cache import Heads
+from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache
+from ascend_kv_connector.p2p.states import LAST_STATE
 
 
 @pytest.mark.parametrize("direct", [0, 1 << 30], ids=["as they lie", "gathered"])
@@ -38,3 +39,17 @@ def test_pack_and_unpack_round_trip(
         assert bool((got.flatten(0, 1).cpu()[there][:, mine] == sent).all())
         others = [row for row in range(64) if row not in there.tolist()]
         assert bool((got.flatten(0, 1).cpu()[others] == -1).all())
+
+
+@pytest.mark.parametrize("first", ["state", "key"])
+def test_blocks_are_counted_by_pages(first: str) -> None:
+    """A state, which has no tokens, may be the first region; a block is two of the attention's."""
+    regions = [
+        ("linear", "state", torch.zeros(30, 1, 2, 100)),
+        ("full", "key", torch.zeros(60, 8, 2, 4)),
+    ]
+    ordered = sorted(regions, key=lambda region: region[1] != first)
+    cache = PagedCache(
+        ordered, 16, Heads(0, 2), 2, {"linear": 0, "full": 1}, (LAST_STATE, 0), (0, 1)
+    )
+    assert cache.blocks == 30

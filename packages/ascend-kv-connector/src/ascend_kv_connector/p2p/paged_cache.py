@@ -92,6 +92,8 @@ class PagedCache:
                 f" {sorted(map(str, kinds))}"
             )
         ((tokens, held, self.dtype),) = kinds
+        # States, which may be the first region, have no tokens.
+        self.blocks = min(cache.shape[0] for cache in paged) * tokens // block_size
         self.block_size, self.block_tokens = block_size, tokens
         if block_size % tokens:
             raise ValueError(
@@ -107,11 +109,6 @@ class PagedCache:
     @property
     def device(self) -> torch.device:
         return self.caches[0].device
-
-    @property
-    def blocks(self) -> int:
-        """Number of the scheduler's blocks."""
-        return self.caches[0].shape[0] * self.caches[0].shape[1] // self.block_size
 
     def token_bytes(self, regions: Sequence[int], heads: int) -> int:
         """Bytes of one token in these regions."""
