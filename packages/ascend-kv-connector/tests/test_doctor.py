@@ -87,5 +87,51 @@ def test_another_secret(instances: Callable) -> None:
 
 def test_arguments() -> None:
     assert found(None) == [("prefill instance", "warn")]
-    assert found("nowhere") == [("prefill instance", "fail")]
     assert list(doctor.check(argparse.Namespace(category=None))) == []
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        "nowhere",
+        ":99999",
+        ":14579",
+        "[]:14579",
+        "127.0.0.1:99999",
+        "127.0.0.1:0",
+        f"127.0.0.1:{'1' * 5000}",
+        "host:",
+        "a:b",
+    ],
+    ids=lambda peer: peer[:20],
+)
+def test_peer_that_is_no_address(peer: str) -> None:
+    ((title, level, text, fix),) = doctor.check(argparse.Namespace(category="kv", peer=peer))
+    assert (title, level, text) == ("prefill instance", "fail", f"{peer!r} is no HOST:PORT")
+    assert fix.endswith("ports are 1 to 65535")
+
+
+@pytest.mark.parametrize("host", ["a b", "http://a", "*", "a\nb"])
+def test_host_that_is_no_name(host: str) -> None:
+    ((title, level, text, fix),) = doctor.check(
+        argparse.Namespace(category="kv", peer=f"{host}:14579")
+    )
+    name = host.replace("\n", "?")
+    assert (title, level, text) == ("control port", "fail", f"{name}:14579 is no address")
+    assert fix.startswith("name the host")
+
+
+def test_secret_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ASCEND_KV_SECRET", "short")
+    (result,) = doctor.check(argparse.Namespace(category="kv", peer="127.0.0.1:14579"))
+    assert result == (
+        "secret",
+        "fail",
+        "VLLM_ASCEND_KV_SECRET has a secret of 5 bytes",
+        "use one of at least 16",
+    )
+
+
+def test_machine_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    assert isinstance(doctor.other_addresses(), list)

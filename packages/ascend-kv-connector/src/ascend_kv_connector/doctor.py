@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from time import monotonic
 
+from ascend_platform.extension import RefusedError
 from ascend_platform.transfer.auth import is_loopback
 
 SECONDS = 10.0
@@ -28,18 +29,26 @@ def check(options: argparse.Namespace) -> Iterator[Finding]:
             yield "prefill instance", "warn", "none was named", fix
         return
     host, _, port = peer.rpartition(":")
-    if not host or not port.isdecimal():
-        fix = "name the host and kv_port of a prefill instance's rank"
-        yield "prefill instance", "fail", f"{peer} is no HOST:PORT", fix
+    number = int(port) if port.isdecimal() and len(port) < 6 else 0
+    if not (host := host.strip("[]")) or not 0 < number < 65536:
+        fix = "name the host and kv_port of a prefill instance's rank; ports are 1 to 65535"
+        yield "prefill instance", "fail", f"{peer!r} is no HOST:PORT", fix
         return
     # Imported here, because not every check of the doctor needs a peer.
     from ascend_kv_connector.auth import read_secret
 
-    yield from check_peer(host.strip("[]"), int(port), read_secret(""))
+    try:
+        secret = read_secret("")
+    except RefusedError as error:
+        found, _, fix = str(error).partition("; fix: ")
+        yield "secret", "fail", found, fix
+        return
+    yield from check_peer(host, number, secret)
 
 
 def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     """Connection, secret, protocol version and data port of a rank."""
+    import zmq
     from ascend_platform.transfer.auth import CurveKeys
     from ascend_platform.transfer.errors import TransferError, printable
     from ascend_platform.transfer.rpc import RpcClient, make_context
@@ -55,6 +64,10 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
         )
         reply = client.call(Handshake(protocol.VERSION, ""), monotonic() + SECONDS)
         client.close()
+    except zmq.ZMQError:
+        fix = "name the host and kv_port of a prefill instance's rank"
+        yield "control port", "fail", f"{printable(host)}:{port} is no address", fix
+        return
     except TransferError as error:
         fix = (
             f"{hint(error)}; the secret is VLLM_ASCEND_KV_SECRET, here"
@@ -100,7 +113,9 @@ def _check_data_port(where: str, host: str, port: str) -> Finding:
 
 def other_addresses() -> list[str]:
     """Addresses of this machine that others can reach."""
-    addresses = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+    addresses = set[str]()
+    with suppress(OSError):  # A container's name may have no address.
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         # This sends nothing, and selects the address of the default route.
         probe.connect(("192.0.2.1", 9))
