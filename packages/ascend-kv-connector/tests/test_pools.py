@@ -114,7 +114,7 @@ def test_files_are_written_atomically(tmp_path: Path) -> None:
     size, name = 1 << 20, "m/abc"
     buffer = pool.buffer(size)
     buffer[:] = os.urandom(size - FOOTER_BYTES) + bytes(FOOTER_BYTES)
-    write_footer(name, buffer)
+    write_footer(name, buffer, buffer[:-FOOTER_BYTES])
     read, ended, seen = pool.buffer(size), threading.Event(), set()
 
     def watch() -> None:

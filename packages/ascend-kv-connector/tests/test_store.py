@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_kv_connector.store.chunk_format import (
-    FOOTER_BYTES,
-)
+from ascend_kv_connector.store import tier as tier_module
+from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, write_footer
 from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa: F401
 from ascend_platform.config import mla_prolog
 from harness.kv import store_faults
@@ -237,6 +236,23 @@ def test_damaged_files_are_recomputed_and_stored_again(
             file.unlink()
     assert serve(engine(), given, "harmed")[name] <= BLOCK  # serve() checks the tokens
     assert serve(engine(), given, "again")[name] == WHOLE[name]
+
+
+def test_late_bytes_of_another_read_are_not_stored_as_intact(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread loads and stores by one buffer, to which a read that timed out may still write."""
+    one = dict(list(LONG.items())[:1])
+
+    def write(name: str, record: memoryview, *chunk: memoryview) -> None:
+        record[7] ^= 4
+        write_footer(name, record, *chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_module, "write_footer", write)
+        serve(engine(), one, "first")
+    assert not any(serve(engine(), one, "again").values())  # serve() checks the tokens
+    assert all(serve(engine(), one, "stored again").values())
 
 
 def test_full_disk_is_tolerated(

@@ -20,11 +20,12 @@ _MAGIC = b"ascendkv"
 _FORMAT = "keys, then values, of each layer; [tokens, heads, size]; ranks one behind the other; 1"
 
 
-def write_footer(name: str, record: memoryview) -> None:
-    """Write the footer of a record, uint8 ``[chunk + FOOTER_BYTES]``."""
+def write_footer(name: str, record: memoryview, chunk: memoryview) -> None:
+    """Write the footer of a record, uint8 ``[chunk + FOOTER_BYTES]``, whose bytes were copied from
+    ``chunk``."""
     size = len(record) - FOOTER_BYTES
     record[size:] = bytes(FOOTER_BYTES)
-    _FOOTER.pack_into(record, size, _MAGIC, size, _checksum(name, record[:size]))
+    _FOOTER.pack_into(record, size, _MAGIC, size, _checksum(name, chunk))
 
 
 def read_footer(record: memoryview) -> bytes:

@@ -379,11 +379,12 @@ class PoolTier(SecondaryTierManager):
             if not job.open:
                 return
             host = np.asarray(self._primary_kv_view)
-            for record, (_, _, row) in zip(records, chunks, strict=True):
+            for record, (_, name, row) in zip(records, chunks, strict=True):
+                chunk = host[row].view(np.uint8)
                 # unlike a memoryview, without the GIL
-                np.copyto(np.asarray(record)[:-FOOTER_BYTES], host[row].view(np.uint8))
-        for name, record in zip(names, records, strict=True):
-            write_footer(name, record)
+                np.copyto(np.asarray(record)[:-FOOTER_BYTES], chunk)
+                # Of the row, not the buffer: a timed-out read may still write to the buffer.
+                write_footer(name, record, memoryview(chunk))
         outcomes = self._pool.put(names, records) if chunks else []
         for (key, _, _), outcome in zip(chunks, outcomes, strict=True):
             self._count_outcome("store", outcome)
