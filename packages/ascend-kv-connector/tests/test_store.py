@@ -390,3 +390,27 @@ def test_rows_of_a_late_job_are_not_accessed(
     assert (host[7] == 90).all()
     assert held == before
     del host
+
+
+def test_lookups_that_wait_do_not_delay_the_end(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_faults.POOL.__init__()  # type: ignore[misc]
+    made, asked = engine(store_faults.TRANSFER_CONFIG), list[int]()
+
+    def slow(names: list[str]) -> list[bool]:
+        asked.append(len(names))
+        sleep(store_faults.ANSWER / 2)
+        return [False] * len(names)
+
+    monkeypatch.setattr(store_faults.POOL, "exists", slow)
+    (tier,) = made.scheduler.connector.connector_scheduler.manager.secondary_tiers
+    for number in range(40):  # in as many steps
+        tier.lookup(bytes([number]) * 36, SimpleNamespace(req_id=f"r{number}"))
+        tier.on_schedule_end(None)
+    while not asked:
+        sleep(0.001)
+    began = monotonic()
+    tier.shutdown()
+    assert monotonic() - began < 2.0
+    assert len(asked) < 10

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic, sleep
 from typing import Any, ClassVar
 
@@ -235,6 +236,8 @@ class PoolTier(SecondaryTierManager):
                 job.open = False
         self._jobs.clear()
         self._threads.shutdown(wait=False)
+        # Lookups that wait are not made.
+        self._backoff_until = inf
         self._lookups.shutdown()
         until = monotonic() + self._options.answer_timeout
         asking = [*self._threads._threads, *([self._lookup_thread] if self._lookup_thread else [])]
