@@ -87,6 +87,16 @@ def test_mooncake_configuration_is_validated(
         file.write_text(text)
         with pytest.raises(RefusedError, match="is not a Mooncake configuration"):
             MooncakeConfig.read(str(file))
+    for text in (
+        '{"master_server_address": 9}',
+        '{"master_server_address": "h:9", "protocol": []}',
+    ):
+        monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+        file.write_text(text)
+        with pytest.raises(
+            RefusedError, match=r"mooncake.json.\w+ is .*; supported: a string; fix: "
+        ):
+            MooncakeConfig.read(str(file))
     pytest.importorskip("mooncake")
     with pytest.raises(RefusedError, match=r"no master at master_server_address '127.0.0.1:10'"):
         known.__class__("127.0.0.1:10").check()

@@ -75,7 +75,10 @@ class MooncakeConfig:
                 for name in cls.__dataclass_fields__
                 if values.get(name) is not None
             }
-            return cls(**cls._parse_sizes(known | cls._from_environment()))
+            known = cls._parse_sizes(known | cls._from_environment())
+            return extension.parse_options(cls, known, f"backend mooncake: {path}")
+        except extension.RefusedError:
+            raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise extension.RefusedError(
                 f"backend mooncake: {path} is not a Mooncake configuration ({type(error).__name__}:"
