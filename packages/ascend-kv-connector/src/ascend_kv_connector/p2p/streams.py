@@ -24,13 +24,16 @@ _of_thread = threading.local()
 
 @contextmanager
 def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
-    """Run work on this thread's private stream after an event, if given; synchronize on exit."""
+    """Run work on this thread's private stream after an event, if given; synchronize on exit, also
+    after an error: what was enqueued before it uses memory that the caller then gives away."""
     torch.npu.set_device(device)
     if not hasattr(_of_thread, "stream"):
         _of_thread.stream = torch.npu.Stream(device)
     stream = _of_thread.stream
-    with torch.npu.stream(stream):
-        if behind is not None:
-            stream.wait_event(behind)
-        yield
-    stream.synchronize()
+    try:
+        with torch.npu.stream(stream):
+            if behind is not None:
+                stream.wait_event(behind)
+            yield
+    finally:
+        stream.synchronize()
