@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -145,9 +146,13 @@ def test_malformed_messages_are_refused(instances: Callable) -> None:
         socket.send_multipart(
             [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))]
         )
-    socket.send_multipart([b"1", b"\x81\xa4type\xa9Handshake"])
-    assert socket.poll(2000)
-    assert isinstance(CODEC.decode_reply(socket.recv_multipart()[-1]), Refused)
+    nested = b"\x82\xa4type\xa9Handshake\xa4more" + b"\x91" * 100_000 + b"\xc0"
+    for malformed in (b"\x81\xa4type\xa9Handshake", b"\x81\xa4type\xa1\xff", nested):
+        socket.send_multipart([b"1", malformed])
+        assert socket.poll(2000)
+        assert isinstance(CODEC.decode_reply(socket.recv_multipart()[-1]), Refused)
+        with pytest.raises(msgspec.DecodeError):
+            CODEC.decode_reply(malformed)
     context.destroy(linger=0)
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)

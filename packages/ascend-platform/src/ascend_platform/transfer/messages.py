@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -38,5 +39,18 @@ class Codec:
 
     def __init__(self, queries: Any, replies: Any) -> None:
         self.encode = msgspec.msgpack.Encoder().encode
-        self.decode_query = msgspec.msgpack.Decoder(queries).decode
-        self.decode_reply = msgspec.msgpack.Decoder(replies).decode
+        self.decode_query = _decoder(queries)
+        self.decode_reply = _decoder(replies)
+
+
+def _decoder(types: Any) -> Callable[[bytes], Any]:
+    """Decodes a message of these types; whatever a peer has sent, the error is msgspec's."""
+    decode = msgspec.msgpack.Decoder(types).decode
+
+    def decode_message(content: bytes) -> Any:
+        try:
+            return decode(content)
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return decode_message
