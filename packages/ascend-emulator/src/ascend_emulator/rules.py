@@ -140,7 +140,7 @@ def _description(path: Path, name: str, table: dict[str, Any]) -> Description:
         rules.insert(0, Rule(f"{name}.chip", (limit,), (), (), source, basis, None))
     return Description(
         name,
-        str(path.relative_to(SOURCES).with_suffix("")),
+        str(path.relative_to(SOURCES).with_name(table.get("file", path.stem))),
         tuple(table["operators"]),
         tuple(table.get("functions", ())),
         table.get("names", {}),
