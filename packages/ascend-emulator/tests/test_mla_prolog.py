@@ -29,15 +29,8 @@ def rotate(x, cos, sin):
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 def test_mla_prolog(small, mode, version, weights):
-    tokens, hidden, low, heads, size, latent, rotary = (
-        5,
-        7168 if version == 2 else 6144,
-        1536,
-        2,
-        128,
-        512,
-        64,
-    )
+    hidden, low, size = (7168, 1536, 128) if version == 2 else (1024, 2048, 192)
+    tokens, heads, latent, rotary = 5, 2, 512, 64
     dtype = torch.int8 if small else torch.bfloat16
 
     def weight(*shape):
@@ -65,7 +58,7 @@ def test_mla_prolog(small, mode, version, weights):
             "dequant_scale_w_dq": torch.rand(1, low) * 1e-2,
             "dequant_scale_w_uq_qr": torch.rand(1, heads * (size + rotary)) * 1e-3,
             "dequant_scale_w_dkv_kr": torch.rand(1, latent + rotary) * 1e-2,
-            "quant_scale_ckv": torch.full((1, latent), 40.0),
+            "quant_scale_ckv": torch.full((1, latent) if version == 2 else (1,), 40.0),
         }
     ours = [t.npu() for t in caches]
     given = [t.npu() for t in (x, down, up, up_key, down_key, *gammas, sin, cos)]
@@ -208,7 +201,7 @@ def prolog(
 
 def test_sizes_that_mla_prolog_takes():
     prolog()
-    prolog(rows=(3, 2), hidden=7680, block=128, heads=1)
+    prolog(rows=(3, 17), hidden=5120, low=2048, size=192, block=1024, heads=1)
     prolog(**SMALL_UP)
     prolog(
         kv_cache=INT8,
@@ -223,15 +216,26 @@ def test_sizes_that_mla_prolog_takes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": 5120}, "the last dimension of token_x is 5120; allowed: 6144, 7168, 7680"),
+        (
+            {"hidden": 1536},
+            "the last dimension of token_x is 1536; allowed: 1024, 2048, 3072, 4096,",
+        ),
         ({"hidden": 6144, "version": 2}, "the last dimension of token_x is 6144; allowed: 7168"),
-        ({"low": 1024}, "dimension 1 of weight_dq is 1024; allowed: 1536"),
+        ({"low": 1024}, "dimension 1 of weight_dq is 1024; allowed: 1536, 2048"),
         ({"latent": 256}, "dimension 2 of weight_uk is 256; allowed: 512"),
-        ({"size": 192}, "dimension 1 of weight_uk is 192; allowed: 128"),
+        ({"size": 64}, "dimension 1 of weight_uk is 64; allowed: 128, 192"),
         ({"rotary": 32}, "the last dimension of rope_cos is 32; allowed: 64"),
         ({"heads": 3}, "dimension 0 of weight_uk is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
-        ({"block": 64}, "dimension 1 of kv_cache is 64; allowed: 16, 128"),
-        ({"rows": (1, 17)}, "dimension 1 of token_x is 17; allowed: 0 to 16"),
+        ({"block": 24}, "dimension 1 of kv_cache is 24; it must be a multiple of 16"),
+        ({"block": 1040}, "dimension 1 of kv_cache is 1040; allowed: 16 to 1024"),
+        ({"block": 64, "version": 2}, "dimension 1 of kv_cache is 64; allowed: 16, 128"),
+        ({"rows": (1, 17), "version": 2}, "dimension 1 of token_x is 17; allowed: 0 to 16"),
+        ({"low": 2048, "version": 2}, "dimension 1 of weight_dq is 2048; allowed: 1536"),
+        (
+            {"cache_mode": "TND"},
+            "cache_mode is TND; allowed: PA_BSND, PA_NZ (rule mla_prolog_v3.not",
+        ),
+        (SMALL_UP | {"weight_quant_mode": 2}, "weight_quant_mode is 2; allowed: 1"),
         (
             {"kr_cache": {"size": (4, 16, 1, 64)}},
             "dimension 0 of kr_cache is 4 and dimension 0 of kv_cache is 3",
@@ -266,3 +270,19 @@ def test_sizes_that_mla_prolog_takes():
 def test_sizes_and_dtypes_that_mla_prolog_does_not_take(changes, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         prolog(**changes)
+
+
+@pytest.mark.parametrize("name", ["kv_cache", "kr_cache", "token_x", "weight_uk", "rope_cos"])
+def test_strided_tensors_are_refused(name):
+    """Caches of blocks with gaps too, which npu_scatter_pa_kv_cache takes."""
+    shapes = {
+        "kv_cache": (3, 32, 1, 512),
+        "kr_cache": (3, 32, 1, 64),
+        "token_x": (2, 14336),
+        "weight_uk": (2, 256, 512),
+        "rope_cos": (2, 128),
+    }
+    whole = torch.zeros(shapes[name], dtype=torch.bfloat16, device="npu")
+    half = whole.shape[1] // 2
+    with pytest.raises(RuntimeError, match=rf"{name} has strides .*mla_prolog_v3\.contiguous"):
+        prolog(**{name: whole[:, :half]})

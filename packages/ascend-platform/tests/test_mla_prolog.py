@@ -48,15 +48,15 @@ def configure(tmp_path):
         ),
         (
             "deepseek-v3, mla_prolog",
-            {"hidden_size": 5120},
+            {"hidden_size": 6656},
             {},
-            "with hidden_size 5120; supported: 6144, 7168, 7680",
+            "with hidden_size 6656; supported: 1024, 2048, .*, 8192",
         ),
         (
             "deepseek-v3, mla_prolog",
             {"q_lora_rank": None},
             {},
-            "with q_lora_rank None; supported: 1536",
+            "with q_lora_rank None; supported: 1536, 2048",
         ),
         (
             "deepseek-v3, mla_prolog",
@@ -73,6 +73,12 @@ def test_models_that_the_operator_does_not_take_are_refused(
         ValueError, match=rf"ascend\.platform\.mla_prolog is not supported .*{said}.*fix: remove it"
     ):
         configure(name, ON | arguments, **changes)
+
+
+def test_sizes_of_cann_9_1_are_taken(configure):
+    """DeepSeek-V2's hidden size, and the heads of a model with 192 elements."""
+    sizes = {"hidden_size": 5120, "q_lora_rank": 2048, "qk_nope_head_dim": 192}
+    assert extension.uses_mla_prolog(configure(**sizes))
 
 
 def test_it_needs_ascend_attention(configure, monkeypatch):

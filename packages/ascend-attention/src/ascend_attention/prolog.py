@@ -5,8 +5,8 @@ attention of decodes.
 
 The operator computes the projections, norms and rotation, and writes the KV cache. It stores the
 rotated part of a key with its even elements first; other steps do the same here, so that scores are
-those of the model. Limits of the operator are those of ``torch_npu/_op_plugin_docs.py`` in the
-torch_npu wheel; the platform checks them by the model's configuration.
+those of the model. The platform checks the operator's limits by the model's configuration; tensors
+are contiguous, as op-plugin's page for CANN 9.1 asks.
 """
 
 import functools

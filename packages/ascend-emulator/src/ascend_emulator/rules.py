@@ -32,7 +32,7 @@ PREDICATES = {
     "given": re.compile(r"(\w+) is (given|absent)"),
     "same": re.compile(rf"{SUBJECT} is {SUBJECT}"),
 }
-MOST = 8  # values of a clause (rule_table.h)
+MOST = 9  # values of a clause (rule_table.h)
 TEXTS: list[str] = []  # that the limits name
 
 

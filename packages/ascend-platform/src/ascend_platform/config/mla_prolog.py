@@ -5,8 +5,8 @@ attention's decodes.
 
 The operator stores the rotated part of a key with its even elements first, as halves; vLLM's layers
 leave them in pairs. With the option all steps of an engine store halves, so that only the option
-determines the contents of the KV cache. The operator's limits are those of
-``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+determines the contents of the KV cache. The operator's limits are those of op-plugin's page for
+CANN 9.1 (branch 26.1.0); the page in the torch_npu wheel is older and has fewer sizes.
 """
 
 from typing import TYPE_CHECKING
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 SLOT = "attention.latent_layer"
 OPERATOR = "npu_mla_prolog_v3"
 SIZES = {
-    "hidden_size": (6144, 7168, 7680),
-    "q_lora_rank": (1536,),
+    "hidden_size": (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192),
+    "q_lora_rank": (1536, 2048),
     "kv_lora_rank": (512,),
-    "qk_nope_head_dim": (128,),
+    "qk_nope_head_dim": (128, 192),
     "qk_rope_head_dim": (64,),
     "num_attention_heads": tuple(2**power for power in range(8)),
 }

@@ -37,7 +37,7 @@ struct Clause {
   const char *other, *other_label;
   int8_t other_dim;
   uint8_t count;
-  int64_t values[8];  // allowed ones (of a text, numbers in rule_texts), the least and the most,
+  int64_t values[9];  // allowed ones (of a text, numbers in rule_texts), the least and the most,
                       // or a divisor
 };
 
