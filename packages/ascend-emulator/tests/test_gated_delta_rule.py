@@ -13,7 +13,7 @@ import torch_npu
 from gated_delta_calls import inputs, int32
 
 
-def golden(query, key, value, state, beta, g, scale):
+def golden(query, key, value, state, beta, g, scale, of_keys=None):
     """Output and the state after each token of one sequence, in float64; ``state`` is ``[heads,
     values, keys]``."""
     query, key, value, state, beta = (x.double() for x in (query, key, value, state, beta))
@@ -21,12 +21,14 @@ def golden(query, key, value, state, beta, g, scale):
     outputs, states = torch.empty_like(value), []
     for token in range(len(value)):
         for head in range(value.shape[1]):
-            of_keys = head // (value.shape[1] // key.shape[1])
+            group = head // (value.shape[1] // key.shape[1])
             before = state[head] * decay[token, head]
-            error = (value[token, head] - before @ key[token, of_keys]) * beta[token, head]
+            if of_keys is not None:
+                before = before @ of_keys[token, head].double().exp().diag()
+            error = (value[token, head] - before @ key[token, group]) * beta[token, head]
             state = state.clone()
-            state[head] = before + torch.outer(error, key[token, of_keys])
-            outputs[token, head] = state[head] @ query[token, of_keys] * scale
+            state[head] = before + torch.outer(error, key[token, group])
+            outputs[token, head] = state[head] @ query[token, group] * scale
         states.append(state)
     return outputs, states
 
@@ -36,11 +38,12 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize("accepted", [None, (2, 1, 3)])
-@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize("decays", ["heads", "keys", ""])
 def test_recurrent_rule_writes_the_state_after_each_token(accepted, decays):
     lengths = (3, 1, 4)
     query, key, value, state, beta, g = inputs(sum(lengths), blocks=12)
-    g = g * 20 if decays else None  # the recurrent rule has no bound
+    g = g * 20 if decays == "heads" else None  # the recurrent rule has no bound
+    gk = -torch.rand(*beta.shape, query.shape[-1]) if decays == "keys" else None
     blocks = torch.randperm(12)[: sum(lengths)]
     on_npu = state.npu()
     out = torch_npu.npu_recurrent_gated_delta_rule(
@@ -54,6 +57,7 @@ def test_recurrent_rule_writes_the_state_after_each_token(accepted, decays):
         ssm_state_indices=blocks.int().npu(),
         num_accepted_tokens=accepted and int32(*accepted),
         g=None if g is None else g.npu(),
+        gk=None if gk is None else gk.npu(),
     )
     start, expected = 0, state.double()
     for request, length in enumerate(lengths):
@@ -61,7 +65,12 @@ def test_recurrent_rule_writes_the_state_after_each_token(accepted, decays):
         first = blocks[start + (accepted[request] - 1 if accepted else 0)]
         own = [x[part] for x in (query, key, value)]
         outputs, states = golden(
-            *own, state[first], beta[part], None if g is None else g[part], 0.5
+            *own,
+            state[first],
+            beta[part],
+            None if g is None else g[part],
+            0.5,
+            None if gk is None else gk[part],
         )
         close(out[part], outputs)
         for token, after in enumerate(states):
@@ -117,10 +126,13 @@ def test_chunk_rule_returns_the_last_states(lengths, decays):
             r"g is BFloat16 \(DT_BFLOAT16\); allowed: Float",
         ),
         (lambda: calls.recurrent(state=inputs(1)[3]), "state has 1 blocks"),
-        (lambda: calls.recurrent(gk=torch.zeros(2, calls.HEADS, calls.WIDTH)), "gk is given"),
         (
-            lambda: calls.recurrent(settings={"width": 288}),
-            "dimension 2 of query is 288; allowed: 1 to 256",
+            lambda: calls.recurrent(gk=torch.zeros(2, calls.KEY_HEADS, calls.WIDTH)),
+            "dimension 1 of gk is 2 and dimension 1 of value is 4",
+        ),
+        (
+            lambda: calls.recurrent(settings={"width": 520}),
+            "dimension 2 of query is 520; allowed: 1 to 512",
         ),
         (lambda: calls.chunk(settings={"width": 64}), "dimension 2 of query is 64; allowed: 128"),
         (

@@ -3,8 +3,8 @@
 """The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) by CANN's
 operators.
 
-Their ranges are those of ``torch_npu/_op_plugin_docs.py``, and for strengths those of op-plugin's
-documentation of npu_chunk_gated_delta_rule. That also has decays of -1 to 0, beyond which results
+Their ranges are those of op-plugin's pages for CANN 9.1 (branch 26.1.0), and for strengths those of
+its later page of npu_chunk_gated_delta_rule. That also has decays of -1 to 0, beyond which results
 may overflow: those of trained weights are far below, and vllm-ascend passes them unchecked (pull
 request 12647). Both operators have states in bfloat16; of float32 states those that a step touches
 are cast.
@@ -18,7 +18,7 @@ import torch_npu
 from ascend_platform import extension
 
 OPERATORS = {"prefill": "npu_chunk_gated_delta_rule", "decode": "npu_recurrent_gated_delta_rule"}
-SIZES = {"prefill": range(128, 129), "decode": range(1, 257)}
+SIZES = {"prefill": range(128, 129), "decode": range(1, 513)}
 HEADS = {"prefill": 64, "decode": 256}
 TOKENS = 8
 """Of a request in a decode: one, and its draft tokens."""

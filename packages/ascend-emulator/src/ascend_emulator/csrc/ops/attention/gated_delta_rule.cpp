@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// The gated delta rule of linear attention, token by token in float32. Rules: torch_npu's
-// documentation of npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule
-// (torch_npu/_op_plugin_docs.py), for the ranges of values op-plugin's later one; argument order:
-// op-plugin's call sites. The former limits the chunk rule to 8 tokens, against its own example of
-// 100 and op-plugin's test of 2048; the latter has no such limit.
+// The gated delta rule of linear attention, token by token in float32. Rules: op-plugin's pages of
+// npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule for CANN 9.1 (branch 26.1.0,
+// 09024aa9); for the ranges of values its later one (517f2e7d), which also has keys below 128 and,
+// on Ascend950, float32 states; argument order: op-plugin's call sites. torch_npu 2.13's own pages
+// are older: no decays of keys, and at most 8 tokens in the chunk rule, against its example of 100.
 #include "operator/op.h"
 
 namespace {
@@ -16,6 +16,7 @@ struct DeltaRule {
   Opt<Tensor> decay;
   float scale;
   Tensor out;
+  Opt<Tensor> decay_of_keys = {};
 
   void check_heads() const {
     emu::rule("gated_delta_rule.heads", value.size(1) % query.size(1) == 0, "query has ",
@@ -31,6 +32,7 @@ struct DeltaRule {
     };
     const auto k = heads(key).unsqueeze(1), q = heads(query).unsqueeze(1) * scale;
     if (decay) state = state * (*decay)[token].exp().view({-1, 1, 1});
+    if (decay_of_keys) state = state * (*decay_of_keys)[token].exp().unsqueeze(1);
     const auto change = (value[token].to(at::kFloat) - (state * k).sum(-1)) *
                         beta[token].to(at::kFloat).unsqueeze(-1);
     state = state + change.unsqueeze(-1) * k;
@@ -69,7 +71,7 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         Opt<Tensor> indices, Opt<Tensor> decay, Opt<Tensor> decay_of_keys, Opt<Tensor> accepted,
         float scale, Tensor out),
     {
-      const DeltaRule delta{query, key, value, beta, decay, scale, out};
+      const DeltaRule delta{query, key, value, beta, decay, scale, out, decay_of_keys};
       delta.check_heads();
       require(state.size(0) >= query.size(0), "state has ", state.size(0), " blocks; at least the ",
           query.size(0), " of the tokens are needed");
