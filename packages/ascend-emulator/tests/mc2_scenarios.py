@@ -129,6 +129,7 @@ def shared(rank: int, ranks: int) -> Any:
         residual_x=residual.npu(),
         gamma=gamma.npu(),
         norm_eps=1e-5,
+        shared_expert_x=data(rank, (4, 1024), torch.bfloat16, salt=4).npu(),
         **layer.common,
         **special,
     )
@@ -173,7 +174,7 @@ def versions(rank: int, ranks: int) -> Any:
     total, rows = int(given[3].sum()), layer.apply(given[0], given[3])
     place, experts = (group, ranks, rank, 4, "", 1, 0, 0, 1, 0), (0, 0, 0)
     after = {"V2": ((), ()), "V3": ((None,), experts)}
-    equal, said = {}, []
+    equal, said, unlike = {}, [], []
     for version, (elastic, numbers) in after.items():
         outs = [torch.zeros_like(each) for each in given]
         common = (x, ids, None, None, None, *elastic, *place)
@@ -216,6 +217,20 @@ def versions(rank: int, ranks: int) -> Any:
                 f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 1, 0, "", *numbers, out
             )
         )
+        with_shared = (*common[:11], x, *common[12:])
+        unlike.append(
+            calls.refusal(
+                f"MoeDistributeCombine{version}",
+                *with_shared,
+                4 * ranks,
+                0,
+                0,
+                0,
+                "",
+                *numbers,
+                out,
+            )
+        )
     residual, gamma = (
         data(rank, (4, 1, 1024), torch.bfloat16, salt=8).npu(),
         data(0, (1024,), torch.bfloat16, salt=9).npu(),
@@ -228,11 +243,15 @@ def versions(rank: int, ranks: int) -> Any:
     given_norm = (*tensors, residual, gamma, *[None] * 7, *place, 4 * ranks, 0, 0, 0, "", 1e-5)
     calls.compute("MoeDistributeCombineAddRmsNorm", *given_norm, *outs)
     equal["combine and norm"] = [torch.equal(*pair) for pair in zip(outs, added, strict=True)]
-    said.append(
-        calls.refusal(
-            "MoeDistributeCombineAddRmsNorm", *given_norm[:6], gamma[:9], *given_norm[7:], *outs
-        )
-    )
+    for changes in (
+        {6: gamma[:9]},
+        {5: residual.half()},
+        {23: 1},  # shared_expert_rank_num
+        {13: x[:, None]},  # shared_expert_x
+        {1: ids.repeat(1, 3), 4: scales.repeat(1, 3)},
+    ):
+        changed = [changes.get(place, each) for place, each in enumerate(given_norm)]
+        unlike.append(calls.refusal("MoeDistributeCombineAddRmsNorm", *changed, *outs))
     calls.compute("DistributeBarrier", x, group, ranks)
     said.append(calls.refusal("DistributeBarrier", x, group, ranks + 1))
     # The dispatch has algorithms that the combine does not have, and one without shared experts.
@@ -242,7 +261,7 @@ def versions(rank: int, ranks: int) -> Any:
     ):
         other = Layer(rank, ranks, 4, **more)
         said.append(failure(lambda other=other: other.combine(rows, ids, given, scales)))
-    return [equal, said]
+    return [equal, said, unlike]
 
 
 @scenario("update", ranks=1, soc="Ascend910_93")
