@@ -82,19 +82,22 @@ def test_emulated_chips_lack_what_the_table_says() -> None:
     names = {
         "npu_fused_infer_attention_score": "aclnnFusedInferAttentionScoreV3",
         "npu_scatter_pa_kv_cache": "aclnnScatterPaKvCache",
+        "npu_add_rms_norm": "aclnnAddRmsNorm",
         "npu_fusion_attention": "aclnnFlashAttentionVarLenScoreV4",
         "npu_gemma_rms_norm": "aclnnGemmaRmsNorm",
         "npu_moe_gating_top_k": "aclnnMoeGatingTopK",
         "npu_mrope": "aclnnRopeWithSinCosCacheV2",
+        "npu_lightning_indexer": "aclnnLightningIndexer",
+        "npu_sparse_flash_attention": "aclnnSparseFlashAttention",
     }
     emulated = pytest.importorskip("ascend_emulator.chips").chips()
     for key, chip in emulated.items():
         family = chips.family_of(key)
         assert chip.bfloat16 == ("bfloat16" in family.dtypes)
         assert chip.streams == family.streams
-        assert {name for name, called in names.items() if called in chip.lacks} <= set(
-            family.lacks(*names)
-        )
+        missing = {name for name, called in names.items() if called in chip.lacks}
+        assert missing <= set(family.lacks(*names))
+        assert ("npu_sparse_flash_attention" in missing) != chip.bfloat16
 
 
 def test_figures_go_by_the_beginning_of_the_name() -> None:

@@ -86,7 +86,7 @@ def chips() -> dict[str, Chip]:
             cube_cores=row["cube_cores"],
             vector_cores=row["vector_cores"],
             correlated=row["correlated"],
-            lacks=tuple(row["lacks"]),
+            lacks=(*table.get(row.get("lacks_as"), common)["lacks"], *row["lacks"]),
             bfloat16=row["bfloat16"],
             streams=row["streams"],
             graph_nodes=row["graph_nodes"],
