@@ -30,6 +30,7 @@ class NPUSiluAndMul(SiluAndMul):
     """In the place of npu_swiglu for bfloat16 (``ops/norm_quant.py``), or None."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
         if self.quantizing is not None and x.dim() == 2 and x.dtype == torch.bfloat16:
             return self.quantizing(x)
         return torch_npu.npu_swiglu(x)
