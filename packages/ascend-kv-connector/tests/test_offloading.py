@@ -180,10 +180,12 @@ PRIVATE = {
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ["_registry"],
     "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory": ["_registry"],
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": [
-        "_init_worker"
+        "_init_worker",
+        "_load_jobs",
     ],
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": [
-        "_req_status"
+        "_req_status",
+        "_jobs",
     ],
     "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": [
         "_scheduler_mmap",
