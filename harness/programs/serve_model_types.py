@@ -89,10 +89,9 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
         distributed_executor_backend="external_launcher",
         seed=0,
         disable_log_stats=True,
-        gpu_memory_utilization=0.3,
         dtype=case["dtype"],
         tensor_parallel_size=case["ranks"],
-        **case["engine"],
+        **({"gpu_memory_utilization": 0.3} | case["engine"]),
     )
     config = engine.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context.values()

@@ -99,10 +99,17 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
 
     title = "the attention of ascend-attention over a KV cache in FRACTAL_NZ"
     operators = ("_npu_paged_attention_splitfuse_v2",)
+    borrows_part = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._aliases: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def bind(self, kv_cache: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Make the tensors in FRACTAL_NZ, each of which first has memory of its own."""
+        for part in kv_cache:
+            self._fractal(part)
+            torch.npu.empty_cache()
 
     def forward(
         self,

@@ -121,6 +121,7 @@ class AttentionImplBase:
         title: name of the attention in error messages.
         serves: features beyond causal decoder attention.
         operators: those of torch_npu that not every chip has.
+        borrows_part: whether :meth:`bind` takes memory of the size of the keys for a moment.
         num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
         head_size: elements of one key.
         scale: factor of the scores.
@@ -131,6 +132,7 @@ class AttentionImplBase:
     title: ClassVar[str] = "this attention"
     serves: ClassVar[frozenset[AttentionFeature]] = frozenset()
     operators: ClassVar[tuple[str, ...]] = ()
+    borrows_part: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -183,6 +185,10 @@ class AttentionImplBase:
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.writes_cache = kv_sharing_target_layer_name is None
+
+    def bind(self, kv_cache: Any) -> None:
+        """Prepare for the layer's KV cache, which ``forward`` receives; called when it is
+        allocated."""
 
     def gather_new(self, *new: Any) -> tuple[Any, ...]:
         """Gather a step's new keys and values ``[tokens, ...]`` from the ranks of prefill context

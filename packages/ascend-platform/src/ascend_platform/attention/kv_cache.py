@@ -178,6 +178,8 @@ def bind_parts(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
     parts = {name: split_layer(layers[name]) for name in names}
     for name, split in parts.items():
         layers[name].kv_cache = split
+        if bind := getattr(getattr(layers[name], "impl", None), "bind", None):
+            bind(split)
     return parts
 
 

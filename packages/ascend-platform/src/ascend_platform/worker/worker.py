@@ -188,7 +188,7 @@ class NPUWorker(Worker):
 
     def determine_available_memory(self) -> int:
         """Return the bytes available for the KV cache: free memory minus graph memory, limited by
-        CANN's attention kernels.
+        CANN's attention kernels, and by what they take when the KV cache is bound.
 
         vLLM estimates graph memory on CUDA and XPU only. The keys of a layer, and its values, must
         have fewer than 2^31 elements (torch_npu's documentation of npu_fused_infer_attention_score,
@@ -206,7 +206,14 @@ class NPUWorker(Worker):
             spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
             for spec in paged
         )
-        return min(available, (2**31 - 1) // block_elements * _block_bytes([*specs]))
+        block = _block_bytes([*specs])
+        available = min(available, (2**31 - 1) // block_elements * block)
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        is_fixed = self.cache_config.kv_cache_memory_bytes is not None
+        if not is_fixed and any(getattr(_impl(layer), "borrows_part", False) for layer in layers):
+            part = block_elements * paged[0].dtype.itemsize
+            available = available * block // (block + part)
+        return available
 
     def _estimates_graph_memory(self) -> bool:
         """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed,
@@ -283,6 +290,10 @@ class NPUWorker(Worker):
     @cached_property
     def sleep_mode_backend(self) -> VirtualMemoryBackend:
         return VirtualMemoryBackend(self)
+
+
+def _impl(layer: Any) -> Any:
+    return getattr(layer, "impl", None)
 
 
 def _draft_load_config(vllm_config: Any) -> Any:
