@@ -111,8 +111,6 @@ class Zygote:
 def _serve(channel: socket.socket) -> list[str]:
     """Fork for each request; returns in a fork, with the arguments of its program."""
     import harness.engine_imports  # noqa: F401
-    import torch
-
     from harness import model_infos
 
     model_infos.fill()
@@ -135,6 +133,8 @@ def _serve(channel: socket.socket) -> list[str]:
                 del os.environ[name]
             os.environ.update(variables)
             if THREADS in variables:
+                import torch
+
                 torch.set_num_threads(int(variables[THREADS]))
             return program
         for output in outputs:

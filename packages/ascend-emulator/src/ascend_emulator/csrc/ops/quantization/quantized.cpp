@@ -8,17 +8,16 @@ namespace emu {
 
 namespace {
 
-// As many products of int8 values have sums of at most 2^24, which float32 holds exactly, in any
-// order.
-constexpr int64_t kExactProducts = 1024;
+// 1024 x 128 x 128 is 2^24, up to which float32 holds each integer: sums are exact in any order.
+constexpr int64_t kExactColumns = 1024;
 
 // ATen multiplies int8 matrices in a plain loop where oneDNN has no AVX-512 for them.
 Tensor int8_product(const Tensor& a, const Tensor& b) {
   const auto unit = vector_unit();
   if (unit == VectorUnit::avx512 || unit == VectorUnit::avx512_bf16) return at::_int_mm(a, b);
   auto sums = at::zeros({a.size(0), b.size(1)}, a.options().dtype(at::kInt));
-  for (int64_t k = 0; k < a.size(1); k += kExactProducts) {
-    const int64_t size = std::min(kExactProducts, a.size(1) - k);
+  for (int64_t k = 0; k < a.size(1); k += kExactColumns) {
+    const int64_t size = std::min(kExactColumns, a.size(1) - k);
     sums += at::mm(a.narrow(1, k, size).to(at::kFloat), b.narrow(0, k, size).to(at::kFloat))
                 .to(at::kInt);
   }
