@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm
 from ascend_kv_connector import host_worker
 from ascend_kv_connector.host_worker import Direction, HostWorker
 from ascend_kv_connector.offloading import OffloadingConnector, WorkerMetadata
 from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa: F401
 from ascend_platform import extension
 from harness.kv.store_engines import Suite
+from packaging.version import Version
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 BLOCKS, SIZE = 20, 64
@@ -114,11 +116,11 @@ def test_failed_stores_of_all_ranks_are_reported() -> None:
 def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  # noqa: F811
     suite, made = Suite(tmp_path), list[Engine]()
 
-    def make(policy: str = "fail") -> Engine:
+    def make(policy: str = "fail", **options: int) -> Engine:
         transfer = {
             "kv_connector": "OffloadingConnector",
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 50_000_000},
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 50_000_000} | options,
         }
         made.append(suite.make(transfer))
         return made[-1]
@@ -178,6 +180,18 @@ def test_other_prompts_are_served_after_one_failed(engine: Callable[..., Engine]
     assert serve(one, "first", other) == ("length", 0)
     reason, loaded = serve(one, "again", name)
     assert (reason, loaded > 0) == ("length", True)
+
+
+@pytest.mark.skipif(Version(vllm.__version__) < Version("0.33"), reason="an option of vLLM 0.33")
+def test_failed_load_that_a_step_waited_for_ends_the_engine(engine: Callable[..., Engine]) -> None:
+    one = engine(sync_load_budget_bytes=1 << 30)
+    name = next(name for name, prompt in LONG.items() if len(prompt) % BLOCK)
+    assert serve(one, "first", name) == ("length", 0)
+    with (
+        failing(stores=False),
+        pytest.raises(extension.RefusedError, match=r"\(sync_load_budget_bytes\); fix: check"),
+    ):
+        serve(one, "failed", name)
 
 
 def test_blocks_that_were_not_stored_are_not_loaded(engine: Callable[..., Engine]) -> None:

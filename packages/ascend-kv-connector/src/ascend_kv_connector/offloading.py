@@ -135,7 +135,14 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         results = super().get_transfer_results(finished_req_ids)
         worker = self.connector_worker.worker
         failed = worker.pop_failed() if isinstance(worker, HostWorker) else set()
-        results.failed_recving |= {loads[job] for job in failed & loads.keys()}
+        requests = {loads[job] for job in failed & loads.keys()}
+        if None in requests:  # vLLM 0.33: the step that waited for the load has read its blocks.
+            raise extension.RefusedError(
+                "OffloadingConnector: KV cache was not loaded before the step that reads it"
+                " (sync_load_budget_bytes); fix: check the NPU with npu-smi info, and restart the"
+                " engine"
+            )
+        results.failed_recving |= requests
         self._failed_stores |= failed - loads.keys()
         return results
 
