@@ -3,6 +3,7 @@
 """vLLM's own layers with the tensors of quantized checkpoints, against float64: biases, rules for
 single layers, and what is refused."""
 
+import json
 from types import SimpleNamespace
 
 import ascend_platform.ops.layernorm  # noqa: F401
@@ -13,7 +14,7 @@ from ascend_platform.quantization.formats.compressed_tensors import NPUCompresse
 from ascend_platform.quantization.formats.modelslim import ModelSlimConfig
 from harness.models import quantize
 from harness.models.quantize import Spec
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -21,7 +22,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
 )
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
 
 IN, OUT = 256, 64
 HALVES = [torch.float16, torch.bfloat16]
@@ -166,6 +167,14 @@ def test_biases_of_norms_that_a_layer_cannot_undo_are_refused(reader):
         config.check_loaded(norms(config, torch.ones(IN), reader=reader))
 
 
+def test_biases_of_layers_on_other_stages_are_not_missed():
+    config = ModelSlimConfig(dict.fromkeys(("a.norm.weight", "a.norm.bias", "norm.bias"), "FLOAT"))
+    model = norms(config, torch.ones(IN))
+    model.norm = PPMissingLayer()
+    config.check_loaded(model)
+    assert model.layernorm0.bias is not None
+
+
 def test_fields_of_a_description_keep_their_names():
     """The Transformers backend puts a prefix before all names."""
     fields = {"version": "1.0.0", "group_size": 64}
@@ -204,6 +213,16 @@ def test_static_inputs_of_an_absorbed_matrix_are_refused(make):
         ValueError, match=r"kv_b_proj is W8A8, whose static inputs .* supported: W8A8_DYNAMIC, FLO"
     ):
         make().get_quant_method(layer, "self_attn.kv_b_proj")
+
+
+def test_static_inputs_of_a_layer_of_that_name_without_mla(tmp_path):
+    """As in MiniCPM3."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": 8}))
+    config = VllmConfig(model_config=ModelConfig(str(tmp_path), skip_tokenizer_init=True))
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    with set_current_vllm_config(config):
+        made = ModelSlimConfig({"self_attn.kv_b_proj.weight": STATIC})
+        assert made.get_quant_method(layer, "self_attn.kv_b_proj").scheme.name == STATIC
 
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}

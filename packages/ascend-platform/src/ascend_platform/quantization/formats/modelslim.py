@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
@@ -38,9 +38,9 @@ from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_platform.quantization.methods.kv_cache import CACHE_NAMES, Int8CacheMethod
 from ascend_platform.quantization.methods.linear import (
-    ABSORBED,
     ModelSlimLinearMethod,
     check_absorbed,
+    is_absorbed,
 )
 from ascend_platform.quantization.schemes import FLOAT, SCHEMES
 
@@ -69,6 +69,7 @@ class ModelSlimConfig(QuantizationConfig):
         self.int8_cache = False
         self.norm_biases = False  # Of RMSNorm, see _check_biases.
         self._asked: set[str] = set()  # Matrices and experts for which vLLM has requested a method.
+        self._absorbed: set[str] = set()  # Those of which MLA takes only the matrix.
         if description:
             self._take(description)
 
@@ -195,7 +196,9 @@ class ModelSlimConfig(QuantizationConfig):
                 return UnquantizedEmbeddingMethod()
             kind = self._kind(matrices, prefix)
             has_bias = any(f"{name}.bias" in self.description for name in matrices)
-            if has_bias and kind != STATIC and not prefix.endswith(ABSORBED):
+            if is_absorbed(prefix):
+                self._absorbed.update(matrices)
+            elif has_bias and kind != STATIC:
                 keep_bias(layer)
             if kind == FLOAT:
                 return UnquantizedLinearMethod()
@@ -233,10 +236,11 @@ class ModelSlimConfig(QuantizationConfig):
             return
         for name in self.description:
             matrix = name.removesuffix(".bias")
-            is_kept = matrix in self._asked and not matrix.endswith(ABSORBED)
-            if matrix == name or is_kept:
+            if matrix == name or matrix in self._asked - self._absorbed:
                 continue
             layer = modules.get(re.sub(r"(\.experts)\..*", r"\1", matrix))
+            if isinstance(layer, PPMissingLayer):  # of another stage
+                continue
             if layer not in (None, *norms) and getattr(layer, "bias", None) is None:
                 raise RefusedError(
                     f"{DESCRIPTION} has {name}, and vLLM's layer has no bias; fix: quantize the"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     RowParallelLinear,
@@ -113,10 +114,17 @@ ABSORBED = "kv_b_proj"
 """MLA's layer of which latent attention takes the matrix, without a bias."""
 
 
+def is_absorbed(name: str) -> bool:
+    """Whether MLA takes only this layer's matrix. MiniCPM3 has such a layer without MLA."""
+    config = get_current_vllm_config_or_none()
+    model: Any = config and config.model_config
+    return name.endswith(ABSORBED) and (model is None or model.use_mla)
+
+
 def check_absorbed(scheme: str, name: str) -> None:
     """Refuse static inputs of MLA's kv_b_proj: vLLM multiplies it by ones to get its matrix, which
     their scale rounds."""
-    if scheme == "W8A8" and name.endswith(ABSORBED):
+    if scheme == "W8A8" and is_absorbed(name):
         raise RefusedError(
             f"{name} is {scheme}, whose static inputs latent attention does not support; supported:"
             " W8A8_DYNAMIC, FLOAT; fix: quantize the layer again as one of these"
