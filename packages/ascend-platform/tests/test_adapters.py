@@ -33,6 +33,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.module_mapping import MultiModelKeys
 
 SIZES = {
     "kv_b_proj": (16, 32),
@@ -73,6 +74,16 @@ class Model(torch.nn.Module, SupportsLoRA):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([Attention(f"layers.{i}") for i in range(2)])
+
+
+class Outer(torch.nn.Module, SupportsLoRA):
+    """Has the names of its layers below "model."."""
+
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +145,24 @@ def test_adapters_that_would_be_left_out_are_refused(name: str, tmp_path: Path) 
         made.add_adapter(adapter(tmp_path, 2, name, "o_proj"))
     assert "\n" not in str(refused.value)
     assert made.list_adapters() == {1}
+
+
+@pytest.mark.parametrize("kind", ["pooling", "text"])
+def test_other_names_of_a_layer_are_refused(kind: str, tmp_path: Path) -> None:
+    """Those that vLLM finds in adapters of pooling models, and of the text of a multimodal one."""
+    made = manager(tmp_path, None, lambda: Outer().npu())
+    known = made._adapter_manager
+    if kind == "pooling":
+        known.is_pooling_model = True
+    elif hasattr(known, "_get_text_lora_names"):
+        known.supports_mm = True
+        known.mm_mapping = MultiModelKeys.from_string_field(language_model="model")
+    else:
+        pytest.skip("vLLM finds them from 0.33 on")
+    lora_layers.install(made)
+    with pytest.raises(ValueError, match=r"adapts layers\.1\.kv_b_proj, which latent attention"):
+        made.add_adapter(adapter(tmp_path, 2, "kv_b_proj", "o_proj"))
+    assert made.list_adapters() == set()
 
 
 def test_adapters_of_kv_b_proj_are_loaded_without_it_on_request(tmp_path: Path) -> None:
