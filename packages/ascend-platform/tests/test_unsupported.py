@@ -34,9 +34,12 @@ from vllm.config import CUDAGraphMode
             {"mamba_backend": "flashinfer"},
             r"kernels of other devices \(--mamba-backend flashinfer\)",
         ),
-        (
-            {"weight_transfer_config": {"backend": "nccl"}},
-            r"weight transfer of CUDA devices .* \(nccl\)",
+        *(
+            (
+                {"weight_transfer_config": {"backend": backend}},
+                rf"weight transfer of CUDA devices .* \({backend}\)",
+            )
+            for backend in ("nccl", "sparse_nccl", "nccl_m2n", "sharded_rdt")
         ),
         ({"profiler_config": {"profiler": "cuda"}}, r"profilers other than torch \(cuda\)"),
     ],
@@ -249,6 +252,25 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
     assert engine_config(model(**EXPERTS)).model_config.is_moe
     with pytest.raises(ValueError, match="engines needs ascend-communicator, which is active"):
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_weight_transfer_by_hccl_is_refused_without_the_wheel(monkeypatch):
+    config = SimpleNamespace(backend="hccl")
+    unsupported.check_weight_transfer(config)
+    monkeypatch.setattr(slots, "_offers", {})
+    with pytest.raises(ValueError, match="weight transfer by hccl needs ascend-communicator"):
+        unsupported.check_weight_transfer(config)
+
+
+@pytest.mark.parametrize("way", ["nixl", "pynccl"])
+def test_other_communicators_of_expert_load_balancing_are_refused(way):
+    """Also vLLM's own choice, where a package nixl is installed."""
+    eplb = SimpleNamespace(communicator=way)
+    parallel = SimpleNamespace(enable_eplb=True, eplb_config=eplb)
+    config = SimpleNamespace(parallel_config=parallel)
+    assert unsupported._other_expert_transfer(config).startswith(f"{way}; fix: --eplb-config ")
+    eplb.communicator = "torch_gloo"
+    assert unsupported._other_expert_transfer(config) == ""
 
 
 def test_images_with_bidirectional_attention_are_not_split(model, monkeypatch):

@@ -179,7 +179,17 @@ def _other_kernels(config: VllmConfig) -> str:
 
 def _other_weight_transfer(config: VllmConfig) -> str:
     backend = getattr(config.weight_transfer_config, "backend", "")
-    return backend if backend in ("nccl", "ipc") else ""
+    others = ("nccl", "ipc", "sparse_nccl", "nccl_m2n", "sharded_rdt")
+    return backend if backend in others else ""
+
+
+def _other_expert_transfer(config: VllmConfig) -> str:
+    parallel = config.parallel_config
+    way = getattr(parallel.eplb_config, "communicator", None) if parallel.enable_eplb else None
+    if way in (None, "torch_gloo", "torch_nccl"):
+        return ""
+    # vLLM chooses nixl by itself where that package is installed.
+    return f"""{way}; fix: --eplb-config '{{"communicator": "torch_gloo"}}'"""
 
 
 FEATURES = (
@@ -209,6 +219,10 @@ FEATURES = (
     Feature("kernels of other devices", _other_kernels),
     Feature(
         "weight transfer of CUDA devices (hccl is ascend-communicator's)", _other_weight_transfer
+    ),
+    Feature(
+        "expert load balancing by communicators other than torch_gloo and torch_nccl",
+        _other_expert_transfer,
     ),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
     Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
@@ -291,6 +305,7 @@ def check(vllm_config: VllmConfig) -> None:
     if parallel.distributed_executor_backend != "external_launcher":
         sockets.check_directory()
     check_communicator(vllm_config)
+    check_weight_transfer(vllm_config.weight_transfer_config)
     options.check(vllm_config.additional_config)
 
 
@@ -335,6 +350,18 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
         raise RefusedError(
             f"--load-format {load_config.load_format} needs"
             f" {registry.with_state('ascend-model-loader')}"
+        )
+
+
+def check_weight_transfer(config: Any) -> None:
+    """Refuse weight transfer by HCCL without the component that offers it.
+
+    Raises:
+        RefusedError: the component's distribution, and its state.
+    """
+    if getattr(config, "backend", "") == "hccl" and not slots.offered("weight_transfer.hccl"):
+        raise RefusedError(
+            f"weight transfer by hccl needs {registry.with_state('ascend-communicator')}"
         )
 
 
