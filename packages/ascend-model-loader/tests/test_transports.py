@@ -5,19 +5,24 @@ header and its payload."""
 
 import importlib.util
 import re
+import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ascend_model_loader import transports, wire
 from ascend_model_loader.chunks import CHECKSUMS
+from ascend_model_loader.options import Options
 from ascend_platform.plugins import slots
 from ascend_platform.transfer.engine import Runs
+from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.mooncake import MooncakeEngine
 from harness import npus
-from harness.weights.peers import as_bytes, room, weights
+from harness.weights.peers import SECRET, as_bytes, room, weights
 
 PROGRAM = Path(__file__).with_name("run_transports.py")
 NAMES = ["hccl", "mooncake"]
@@ -161,3 +166,49 @@ def test_missing_hccl_link_is_reported(serving: Any, monkeypatch: pytest.MonkeyP
     served.device = torch.device("npu", 0)
     with pytest.raises(Exception, match=r"^by hccl: hccl needs ascend-communicator, which is "):
         served.fetch(room("npu"), transport="hccl")
+
+
+class Unusable:
+    """An engine that takes no memory if there is an error."""
+
+    name, session, on_device, closed = "unusable", "a session", False, 0
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def register(self, buffer: torch.Tensor) -> None:
+        if self.error:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (None, wire.PeerError),  # the other side is gone
+        (TransferError("transport", "no memory can be registered"), wire.PeerError),
+        (torch.OutOfMemoryError("too little memory"), torch.OutOfMemoryError),
+    ],
+)
+def test_an_engine_that_cannot_be_used_is_closed(
+    monkeypatch: pytest.MonkeyPatch, side: str, error: Exception | None, raised: type[Exception]
+) -> None:
+    engine = Unusable(error)
+    monkeypatch.setattr(transports, "_make_engine", lambda *_: engine)
+    deadline = time.monotonic() + 20
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as ours,
+        listening.accept()[0] as theirs,
+    ):
+        wire.Channel(theirs, 5.0, deadline).send(wire.ReadableRegion("a session", 0))
+        channel = wire.Channel(ours, 5.0, deadline)
+        if error is None:
+            ours.shutdown(socket.SHUT_RDWR)
+        make = getattr(transports, f"make_{side}")
+        with pytest.raises(raised):
+            make("mooncake", channel, torch.device("cpu"), Options(transport="mooncake"), SECRET)
+    assert engine.closed == 1

@@ -7,6 +7,8 @@ Sender (server) and one Receiver (client); the server calls ``buffer`` and ``sen
 client ``receive``.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -165,10 +167,8 @@ def make_sender(
     if transport == "tcp":
         return TcpTransport(channel, device)
     engine = _make_engine(transport, channel, device, options, secret)
-    try:
+    with _closed_on_error(engine):
         return EngineSender(channel, device, engine)
-    except TransferError as error:
-        raise wire.PeerError(str(error)) from None
 
 
 def make_receiver(
@@ -182,15 +182,21 @@ def make_receiver(
     if transport == "tcp":
         return TcpTransport(channel, device)
     engine = _make_engine(transport, channel, device, options, secret)
-    try:
+    with _closed_on_error(engine):
         channel.send(wire.UseTransport(transport))
         region, _ = channel.receive(wire.ReadableRegion)
         return EngineReceiver(channel, device, engine, region)
-    except TransferError as error:
+
+
+@contextlib.contextmanager
+def _closed_on_error(engine: Engine) -> Iterator[None]:
+    """Close the engine if the block raises; a TransferError becomes a PeerError."""
+    try:
+        yield
+    except BaseException as error:
         engine.close()
-        raise wire.PeerError(str(error)) from None
-    except wire.PeerError:
-        engine.close()
+        if isinstance(error, TransferError):
+            raise wire.PeerError(str(error)) from None
         raise
 
 
