@@ -67,7 +67,7 @@ class PeerModelLoader(BaseModelLoader):
         """Load the model as vLLM does, log the table of phases, and start the weight server if
         ``serve_weights`` is set."""
         # A drafter is loaded with the same options, but they describe the target model's weights.
-        self._vllm_config = vllm_config if model_config is vllm_config.model_config else None
+        self._vllm_config = vllm_config if is_target(vllm_config, model_config) else None
         with self.report.phase("total, including model construction"):
             model = super().load_model(vllm_config, model_config, prefix)
         if self._loaded and self._vllm_config:
@@ -258,6 +258,12 @@ class Snapshot:
             ):
                 self.tensors[name] = live
                 del self.host_copies[name]
+
+
+def is_target(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
+    """Whether a model is the target, not a drafter. A drafter is loaded with the target's
+    configuration and its own model's, or, by the method ``draft_model``, only with its own."""
+    return model_config is vllm_config.model_config and model_config.runner_type != "draft"
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
