@@ -44,6 +44,13 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"peers": ["a:b"]}, ".peers has 'a:b'; fix: write host:port"),
         ({"peers": ["a:0"]}, ".peers has 'a:0'; fix: write host:port"),
         (
+            {"peers": ["a:1"], "strategies": ["stream", "default"]},
+            (
+                ".peers is ['a:1'], and strategies is ['stream', 'default'], without peer; fix: add"
+                " peer to strategies, or remove peers"
+            ),
+        ),
+        (
             {"serve_weights": True},
             "needs a secret of at least 16 bytes; fix: set secret_file or VLLM_ASCEND_WEIGHTS_SECRET",
         ),

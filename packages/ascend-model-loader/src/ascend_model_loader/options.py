@@ -81,6 +81,11 @@ def parse_options(values: object) -> Options:
         )
     for peer in options.peers:
         parse_address(peer)
+    if options.peers and "peer" not in options.strategies:
+        raise extension.RefusedError(
+            f"{WHERE}.peers is {options.peers}, and strategies is {options.strategies}, without peer; fix:"
+            " add peer to strategies, or remove peers"
+        )
     if options.serve_weights or options.peers or options.registry:
         read_secret(options)
     return options
