@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from ascend_communicator import weight_transfer
+from ascend_communicator.pyhccl import PyHcclCommunicator
 from harness.ports import free_port
 from torch.distributed import TCPStore
+from vllm.config import ParallelConfig
 from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader import mtp_validation
 
@@ -44,9 +47,9 @@ def listening() -> Iterator[socket.socket]:
         yield server
 
 
-def connect(client: Client, port: int) -> None:
+def connect(client: Client, port: int, world_size: int = 2) -> None:
     given = weight_transfer.HCCLTrainerInitInfo(
-        rank=0, master_address="127.0.0.1", master_port=port, world_size=2
+        rank=0, master_address="127.0.0.1", master_port=port, world_size=world_size
     )
     source = ModuleSource(torch.nn.Linear(2, 2))
     weight_transfer.HCCLTrainerWeightTransferEngine.trainer_init(
@@ -71,6 +74,57 @@ def test_error_of_the_group_does_not_wait_for_the_server(
     with pytest.raises(OSError, match="in use"):
         connect(Client(lambda: _wait(forever)), listening.getsockname()[1])
     assert time.monotonic() - began < 60
+
+
+def test_group_that_the_server_refuses_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = threading.Event()
+    groups: list[PyHcclCommunicator] = []
+
+    def join(*given: Any) -> PyHcclCommunicator:
+        groups.append(plain_connect(*given))
+        joined.set()
+        return groups[0]
+
+    def refuse() -> None:
+        assert joined.wait(60)
+        raise ConnectionError("the server is down")
+
+    plain_connect = weight_transfer.connect
+    monkeypatch.setattr(weight_transfer, "connect", join)
+    with pytest.raises(ConnectionError, match="the server is down"):
+        connect(Client(refuse), free_port(), world_size=1)
+    assert is_destroyed(groups[0])
+
+
+def test_worker_destroys_the_group_that_it_leaves() -> None:
+    engine = object.__new__(weight_transfer.HCCLWeightTransferEngine)
+    engine.parallel_config = ParallelConfig()
+    engine.model_update_group = None
+    groups: list[PyHcclCommunicator] = []
+    for _ in range(2):
+        engine.init_transfer_engine(
+            NCCLWeightTransferInitInfo(
+                master_address="127.0.0.1", master_port=free_port(), rank_offset=0, world_size=1
+            )
+        )
+        groups.append(engine.model_update_group)
+    assert is_destroyed(groups[0])
+    engine.shutdown()
+    assert engine.model_update_group is None
+    assert is_destroyed(groups[1])
+    engine.shutdown()
+
+
+def is_destroyed(group: PyHcclCommunicator) -> bool:
+    """Whether it refuses a collective within ten seconds."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            group.broadcast(torch.zeros(1, device="npu"), 0)
+        except RuntimeError as error:
+            return "has been destroyed" in str(error)
+        time.sleep(0.1)
+    return False
 
 
 class Pickled:

@@ -69,11 +69,24 @@ def aligned_nbytes(meta: ParamMeta) -> int:
     return -(-torch.Size(meta.shape).numel() * meta.dtype.itemsize // 16) * 16
 
 
-class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
+class _Joined:
+    """A side of the transfer, which has joined the trainer's group or not yet."""
+
+    # None or a PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator.
+    model_update_group: Any
+
+    def shutdown(self) -> None:
+        """Leave the group, which vLLM 0.31 would not destroy."""
+        group, self.model_update_group = self.model_update_group, None
+        if group is not None:
+            group.destroy()
+
+
+class HCCLWeightTransferEngine(_Joined, NCCLWeightTransferEngine):
     """Receiver in a worker."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's group.
+        """Join the trainer's group, and leave the one before.
 
         Raises:
             ValueError: the trainer sent an NCCL unique id instead of an address.
@@ -83,11 +96,12 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
                 "the weight-transfer backend hccl needs master_address and master_port, not"
                 " nccl_unique_id_b64"
             )
+        self.shutdown()
         self.packed = init_info.packed
         self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
         self._last: dict[torch.nn.Module, NCCLWeightTransferUpdateInfo] = {}
         rank = init_info.rank_offset + rank_of_worker(self.parallel_config)
-        self.model_update_group: Any = connect(
+        self.model_update_group = connect(
             init_info.master_address, init_info.master_port, rank, init_info.world_size
         )
 
@@ -143,13 +157,11 @@ class HCCLTrainerInitInfo(NCCLTrainerInitInfo):
     backend: ClassVar[str] = "hccl"
 
 
-class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
+class HCCLTrainerWeightTransferEngine(_Joined, NCCLTrainerWeightTransferEngine):
     """Sender in the trainer: call ``trainer_init``, then ``send_weights`` after each
     training step."""
 
     init_info_cls = HCCLTrainerInitInfo
-    # A PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator.
-    model_update_group: Any
 
     @classmethod
     def trainer_init(
@@ -187,15 +199,20 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             # returns once this rank has joined
             request = _start(client.init_weight_transfer_engine, worker_init_payload(theirs))
             joined = _start(connect, *address, torch.npu.current_device())
-            done, waiting = wait((request, joined), CONNECT_SECONDS, FIRST_EXCEPTION)
-            for each in done:
-                each.result()
-            if waiting:
-                raise TimeoutError(
-                    f"weight transfer: the {init_info.world_size - 1} workers did not join the"
-                    f" group at {address[0]} port {address[1]} in {CONNECT_SECONDS:g} s; fix: check"
-                    " that vllm serve reaches this address, and world_size"
-                )
+            try:
+                done, waiting = wait((request, joined), CONNECT_SECONDS, FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                if waiting:
+                    raise TimeoutError(
+                        f"weight transfer: the {init_info.world_size - 1} workers did not join the"
+                        f" group at {address[0]} port {address[1]} in {CONNECT_SECONDS:g} s; fix:"
+                        " check that vllm serve reaches this address, and world_size"
+                    )
+            except BaseException:
+                # This rank may join later.
+                joined.add_done_callback(_leave)
+                raise
             engine.model_update_group = joined.result()
         return engine
 
@@ -214,6 +231,11 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
     def _post_send_sync(self) -> None:
         torch.npu.current_stream().synchronize()
+
+
+def _leave(joined: Future[PyHcclCommunicator]) -> None:
+    if joined.exception() is None:
+        joined.result().destroy()
 
 
 def _start(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
