@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Connecting a trainer and the workers: the first error ends it, and there is a deadline."""
 
+import functools
 import pickle
 import socket
 import threading
@@ -18,9 +19,12 @@ from ascend_communicator.pyhccl import PyHcclCommunicator
 from harness.ports import free_port
 from torch.distributed import TCPStore
 from vllm.config import ParallelConfig
-from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.model_loader import mtp_validation
 
 
@@ -113,6 +117,61 @@ def test_worker_destroys_the_group_that_it_leaves() -> None:
     assert engine.model_update_group is None
     assert is_destroyed(groups[1])
     engine.shutdown()
+
+
+@pytest.mark.skipif(
+    not hasattr(WeightSource, "iter_local"), reason="sources have owners from vLLM 0.33 on"
+)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("mode", "owner", "raised", "said"),
+    [
+        (
+            "iter_local",
+            0,
+            TypeError,
+            (
+                "the weight-transfer backend hccl sends full tensors; Source has no iter_full; fix:"
+                " implement it"
+            ),
+        ),
+        (
+            "iter_full",
+            1,
+            ValueError,
+            (
+                "the weight-transfer backend hccl sends from rank 0; the first owner of weight is"
+                " rank 1; fix: let the owners begin with rank 0"
+            ),
+        ),
+    ],
+)
+def test_sources_that_rank_0_cannot_send_are_refused(
+    rank: int, mode: str, owner: int, raised: type[Exception], said: str
+) -> None:
+    """Before the workers are told to join, as by vLLM."""
+
+    def told() -> None:
+        raise AssertionError("the workers are told to join")
+
+    class Source(WeightSource):
+        @functools.cached_property
+        def metadata(self) -> Any:
+            owners: dict[str, Any] = {"owners": (owner, 2)}
+            return [ParamMeta("weight", torch.float32, (2,), **owners)]
+
+    setattr(Source, mode, lambda self: iter([("weight", torch.ones(2))]))
+    for engine in (
+        weight_transfer.HCCLTrainerWeightTransferEngine,
+        NCCLTrainerWeightTransferEngine,
+    ):
+        given = weight_transfer.HCCLTrainerInitInfo(
+            rank=rank, master_address="127.0.0.1", master_port=free_port(), world_size=2
+        )
+        with pytest.raises(raised) as caught:
+            engine.trainer_init(given, client=Client(told), source=Source())
+        if engine is weight_transfer.HCCLTrainerWeightTransferEngine:
+            assert str(caught.value) == said
 
 
 def is_destroyed(group: PyHcclCommunicator) -> bool:

@@ -174,7 +174,8 @@ class HCCLTrainerWeightTransferEngine(_Joined, NCCLTrainerWeightTransferEngine):
         """Create the group with the workers, which are notified through ``client``.
 
         Raises:
-            ValueError: ``source`` is missing.
+            ValueError: ``source`` is missing, or has a parameter that rank 0 does not send.
+            TypeError: ``source`` has no full tensors.
             TimeoutError: a worker did not join within ``CONNECT_SECONDS``. The client's errors are
             raised at once.
         """
@@ -182,6 +183,7 @@ class HCCLTrainerWeightTransferEngine(_Joined, NCCLTrainerWeightTransferEngine):
             raise ValueError(
                 "trainer_init requires a weight source, such as vLLM's ModuleSource(model)"
             )
+        check_source(source)
         wire: dict[str, Any] = {
             "packed": init_info.packed,
             "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,
@@ -231,6 +233,29 @@ class HCCLTrainerWeightTransferEngine(_Joined, NCCLTrainerWeightTransferEngine):
 
     def _post_send_sync(self) -> None:
         torch.npu.current_stream().synchronize()
+
+
+def check_source(source: Any) -> None:
+    """Make the checks of vLLM's ``trainer_init``, on every rank of the trainer alike: workers would
+    wait for a broadcast that never begins.
+
+    Raises:
+        TypeError: the source has no full tensors.
+        ValueError: another rank than 0 is the first owner of a parameter.
+    """
+    if not hasattr(source, "implements_iter_full"):
+        return  # Before vLLM 0.33, sources have no owners, and their metadata is a method.
+    if not source.implements_iter_full():
+        raise TypeError(
+            f"the weight-transfer backend hccl sends full tensors; {type(source).__name__} has no"
+            " iter_full; fix: implement it"
+        )
+    for each in source.metadata:
+        if each.owners is not None and each.owners[0] != 0:
+            raise ValueError(
+                f"the weight-transfer backend hccl sends from rank 0; the first owner of"
+                f" {each.name} is rank {each.owners[0]}; fix: let the owners begin with rank 0"
+            )
 
 
 def _leave(joined: Future[PyHcclCommunicator]) -> None:
