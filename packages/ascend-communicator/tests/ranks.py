@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ascend_communicator.moe import mc2
-from ascend_communicator.pyhccl import PyHcclCommunicator
+from ascend_communicator.p2p_link import P2PLink
+from ascend_communicator.pyhccl import HCCLError, PyHcclCommunicator
 from harness import launcher
 from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
@@ -186,6 +187,27 @@ def recreated(rank: int) -> list[int]:
         sizes.append(group.size)
         group.destroy()
     return sizes
+
+
+class Streamless(P2PLink):
+    """A link on an NPU without a stream left."""
+
+    def _check(self, name: str, *arguments: Any) -> None:
+        if name == "aclrtCreateStream":
+            raise HCCLError("no stream is left")
+        super()._check(name, *arguments)
+
+
+def streamless(rank: int) -> list[Any]:
+    """The error of a link, and the bytes that it leaves allocated."""
+    given = [P2PLink.root_info() if rank == 0 else b""]
+    dist.broadcast_object_list(given, 0, parallel_state.get_ep_group().cpu_group)
+    before, said = torch.npu.mem_get_info()[0], "no error"
+    try:
+        Streamless(rank, given[0])
+    except HCCLError as error:
+        said = str(error)
+    return [said, before - torch.npu.mem_get_info()[0]]
 
 
 def quantized(rank: int) -> dict[str, list[Any]]:
@@ -370,6 +392,7 @@ def play(rank: int, port: int) -> dict[str, Any]:
             "quantized": quantized(rank),
             "direct": direct(rank),
             "recreated": recreated(rank),
+            "streamless": streamless(rank),
         }
         parallel_state.destroy_model_parallel()
         found["options"] = options(rank)

@@ -93,3 +93,7 @@ def test_unsupported_calls_are_refused_in_one_line(scenarios: dict[str, Any]) ->
         assert hccl.startswith("HCCLError: HcclAllReduce failed with 5 (")
         assert "\n" not in library + hccl
         assert said == REFUSED
+
+
+def test_link_without_a_stream_is_destroyed(scenarios: dict[str, Any]) -> None:
+    assert scenarios["streamless"] == [["no stream is left", 0]] * 2

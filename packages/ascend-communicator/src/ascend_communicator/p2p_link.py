@@ -33,7 +33,8 @@ class P2PLink(PyHcclCommunicator):
 
     Raises:
         ValueError: ``info`` has another length.
-        HCCLError: HCCL cannot connect the ranks within ``HCCL_CONNECT_TIMEOUT``.
+        HCCLError: HCCL cannot connect the ranks within ``HCCL_CONNECT_TIMEOUT``, or the NPU has no
+        stream left.
     """
 
     def __init__(self, rank: int, info: bytes) -> None:
@@ -48,8 +49,12 @@ class P2PLink(PyHcclCommunicator):
                 f"HCCL's root information has {ROOT_INFO_BYTES} bytes; found {len(root_info)}"
             )
         self.library.call("HcclCommInitRootInfo", 2, root_info.data_ptr(), rank, ctypes.byref(comm))
+        try:
+            self._check("aclrtCreateStream", ctypes.byref(handle))
+        except HCCLError:
+            self.library.call("HcclCommDestroy", comm)
+            raise
         self._comm = comm.value
-        self._check("aclrtCreateStream", ctypes.byref(handle))
         # PyHcclCommunicator reads only this attribute of a stream.
         self.npu_stream = handle.value
 
