@@ -13,6 +13,7 @@ from ascend_communicator.communicator import (
     expansion_mode,
     warn_of_vector_cores,
 )
+from ascend_communicator.moe.manager import buffer_mib_of_environment
 from ascend_platform import extension
 from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -80,6 +81,27 @@ def test_hccl_environment_variables() -> None:
         "true",
         "300",
     ]
+
+
+@pytest.mark.parametrize(("value", "found"), [(None, 200), ("", 200), ("64", 64)])
+def test_buffer_size(monkeypatch: pytest.MonkeyPatch, value: str | None, found: int) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", value or "")
+    if value is None:
+        monkeypatch.delenv("HCCL_BUFFSIZE")
+    assert buffer_mib_of_environment() == found
+
+
+@pytest.mark.parametrize("value", ["200M", "0", "-1", "1.5"])
+def test_buffer_size_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", value)
+    with pytest.raises(extension.RefusedError) as caught:
+        buffer_mib_of_environment()
+    assert str(caught.value) == (
+        f"HCCL_BUFFSIZE is {value!r}; supported: an integer from 1 (MiB); fix: set such a number, or"
+        " unset it (its default is 200)"
+    )
 
 
 def test_group_options_reach_hccl(scenarios: dict[str, Any]) -> None:

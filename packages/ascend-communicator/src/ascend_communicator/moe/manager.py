@@ -124,9 +124,8 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         family = self.chip.family
         if family.mc2 is None or mc2.unsupported_reason(self.chip, shape, self.internode):
             return 0
-        from_environment = int(os.environ.get("HCCL_BUFFSIZE") or HCCL_BUFFER_MIB)
         if not family.mc2.group_buffer:
-            return from_environment
+            return buffer_mib_of_environment()
         if "hccl_buffer_size" not in self._hccl_config:
             limits = mc2.algorithm(self.chip, shape, self.internode)
             needed = mc2.buffer_mib(limits.comm_alg, shape, min(limits.tokens, self._decode_tokens))
@@ -143,3 +142,18 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
 
 HCCL_BUFFER_MIB = 200
 """HCCL_BUFFSIZE's default."""
+
+
+def buffer_mib_of_environment() -> int:
+    """HCCL_BUFFSIZE, in MiB.
+
+    Raises:
+        RefusedError: it is not a number.
+    """
+    value = os.environ.get("HCCL_BUFFSIZE") or str(HCCL_BUFFER_MIB)
+    if not value.isdecimal() or int(value) < 1:
+        raise extension.RefusedError(
+            f"HCCL_BUFFSIZE is {value!r}; supported: an integer from 1 (MiB); fix: set such a number,"
+            f" or unset it (its default is {HCCL_BUFFER_MIB})"
+        )
+    return int(value)
