@@ -176,7 +176,7 @@ def test_cache_that_is_being_read_is_not_put_to_sleep(
     with own._producer.leases.use("r", "d"):
         with pytest.raises(
             extension.RefusedError,
-            match=r"is still being read after 0.1 s and cannot be put to sleep; fix: ",
+            match=r"is still being read after 0.1 s and cannot be put to sleep; fix: call /sleep again",
         ):
             own.set_awake(False)
         with own._producer.leases.use("r", "e"):

@@ -7,14 +7,17 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch_npu
+from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import slots
 from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
+from harness import npus
 
 NZ, ND = 29, 2
 BIG = 12 << 20  # Bytes, with a separate segment of the caching allocator.
@@ -133,6 +136,65 @@ def test_wake_up_without_free_memory_can_be_repeated(worker):
     torch.testing.assert_close(values(model), before, rtol=0, atol=0)
 
 
+def fail(monkeypatch, function, after):
+    """Let calls of a function of CANN fail after this many."""
+    gc.collect()
+    torch.npu.empty_cache()  # segments of other tests
+    call, calls = virtual_memory._call, []
+
+    def fails(name, *arguments):
+        if name == function:
+            calls.append(name)
+            if len(calls) > after:
+                raise RuntimeError(f"{name} failed with error 507899")
+        call(name, *arguments)
+
+    monkeypatch.setattr(virtual_memory, "_call", fails)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_that_cannot_keep_contents_changes_nothing(worker, monkeypatch, level):
+    before, in_use = values(worker.model), used()
+    with monkeypatch.context() as patched:
+        fail(patched, "aclrtMemcpy", after=1)
+        with pytest.raises(RuntimeError, match="aclrtMemcpy failed"):
+            worker.backend.suspend(level)
+    assert used() <= in_use
+    assert worker.backend.state() == "RUNNING"
+    torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
+    assert worker.model_runner.kv_caches[0].all()
+    assert not any(segment.kept for segment in worker.backend._memory._segments.values())
+    worker.backend.suspend(1)
+    worker.backend.resume()
+    torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
+
+
+def test_sleep_that_cannot_free_restores(worker, monkeypatch):
+    before, in_use = values(worker.model), used()
+    with monkeypatch.context() as patched:
+        fail(patched, "aclrtUnmapMem", after=1)
+        with pytest.raises(RuntimeError, match="aclrtUnmapMem failed"):
+            worker.backend.suspend(1)
+    assert used() <= in_use
+    assert worker.backend.state() == "RUNNING"
+    torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
+
+
+def test_all_ranks_sleep_or_none():
+    """Two stages of two ranks. Only the last raises, so that vLLM's executor has read all
+    responses."""
+    program = str(Path(__file__).with_name("sleeping_ranks.py"))
+    done = npus.run(4, sys.executable, program, VLLM_PLUGINS="", timeout=300)
+    for rank, (refused, slept) in enumerate(npus.by_name(done)["sleep"]["ranks"]):
+        assert refused == {
+            "raised": "the KV cache is still being read" if rank == 3 else "",
+            "state": "RUNNING",
+            "told": [False, True],
+            "weights": 1 << 20,
+        }
+        assert slept == refused | {"raised": "", "state": "SUSPENDED"}
+
+
 def test_freed_tensors_free_their_segments(worker):
     memory, before = worker.backend._memory, used()
     worker.model_runner.kv_caches.clear()
@@ -158,7 +220,8 @@ from ascend_platform.worker.virtual_memory import VirtualMemory
 memory = VirtualMemory()
 with memory.pool("weights"):
     kept = torch.ones(1 << 22, device="npu"); torch.ones(1 << 23, device="npu")
-memory.free("weights", ())
+memory.keep("weights", ())
+memory.free("weights")
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=300
@@ -207,3 +270,27 @@ def test_all_components_are_told(monkeypatch):
     slots.offer("worker.awake.kv_connector", "kv.awake")
     sleep_mode.notify_awake(False)
     assert told == [("weights.awake", False), ("kv.awake", False)]
+
+
+def test_components_are_awake_after_another_has_refused(worker, monkeypatch):
+    told = []
+
+    def awake(name, state):
+        told.append((name, state))
+        if name == "kv.awake" and not state:
+            raise RefusedError("the KV cache is still being read")
+
+    monkeypatch.setattr(slots, "_offers", {})
+    monkeypatch.setattr(
+        sleep_mode, "resolve_obj_by_qualname", lambda name: lambda state: awake(name, state)
+    )
+    slots.offer("worker.awake", "weights.awake")
+    slots.offer("worker.awake.kv_connector", "kv.awake")
+    before, in_use = values(worker.model), used()
+    with pytest.raises(RefusedError, match="is still being read"):
+        worker.backend.suspend(1)
+    assert told[:2] == [("weights.awake", False), ("kv.awake", False)]
+    assert told[2:] == [("weights.awake", True), ("kv.awake", True)]
+    torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
+    assert used() <= in_use
+    assert worker.backend.state() == "RUNNING"

@@ -286,7 +286,7 @@ class Publication:
                 self.server.gate.open()
                 raise extension.RefusedError(
                     "a peer is still reading the weights after 30 s, which cannot be put to sleep;"
-                    " fix: call /wake_up, then try again"
+                    " fix: call /sleep again, or /wake_up to go on serving"
                 )
         elif self._started:
             self.server.gate.open()

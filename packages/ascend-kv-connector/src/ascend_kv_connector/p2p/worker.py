@@ -305,7 +305,7 @@ class P2PWorker:
             ):
                 raise extension.RefusedError(
                     f"the KV cache is still being read after {SUSPEND_SECONDS:g} s and cannot be"
-                    " put to sleep; fix: call /wake_up, then try again, or restart the engine"
+                    " put to sleep; fix: call /sleep again, or /wake_up to go on serving"
                 )
             self._progress.clear()
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,12 @@ from vllm.distributed import (
     destroy_model_parallel,
     get_dcp_group,
     get_pp_group,
+    get_tp_group,
+)
+from vllm.distributed.parallel_state import (
+    GroupCoordinator,
+    get_pcp_group,
+    model_parallel_is_initialized,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
@@ -82,6 +88,37 @@ def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
             " schedules for each rank by its own cache, supports stages with the same layer types;"
             " fix: --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
         )
+
+
+def _engine_groups() -> list[GroupCoordinator]:
+    """Groups that together reach all ranks of the engine."""
+    if not model_parallel_is_initialized():
+        return []
+    return [get_tp_group(), get_pcp_group(), get_pp_group()]
+
+
+def is_last_rank() -> bool:
+    return all(group.is_last_rank for group in _engine_groups())
+
+
+@contextlib.contextmanager
+def agreement() -> Iterator[None]:
+    """Raise on all ranks of the engine if the context fails on one.
+
+    Raises:
+        RuntimeError: another rank's error.
+    """
+    error, message = None, ""
+    try:
+        yield
+    except Exception as caught:
+        error, message = caught, str(caught) or repr(caught)
+    for group in _engine_groups():
+        messages = [""] * group.world_size
+        dist.all_gather_object(messages, message, group=group.cpu_group)
+        message = next(filter(None, messages), "")
+    if message:
+        raise error or RuntimeError(message)
 
 
 def destroy() -> None:

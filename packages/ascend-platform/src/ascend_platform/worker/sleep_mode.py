@@ -19,6 +19,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import slots
+from ascend_platform.worker import process_groups
 from ascend_platform.worker.virtual_memory import VirtualMemory
 
 TAGS = ("weights", "kv_cache")
@@ -44,14 +45,10 @@ class VirtualMemoryBackend(SleepModeBackend):
         adapters, are.
 
         Raises:
-            RefusedError: sleep mode is not enabled.
+            RefusedError: sleep mode is not enabled, or memory is being read by others.
+            RuntimeError: on the engine's last rank, any rank's error; no memory is freed.
         """
-        if self._memory.is_empty():
-            raise RefusedError("sleep mode is not enabled; fix: --enable-sleep-mode")
-        self._free("weights", discard=level != 1)
-        self._free("kv_cache", discard=True)
-        torch.npu.empty_cache()
-        self._state = "SUSPENDED"
+        self._free({"weights": level != 1, "kv_cache": True})
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Free the memory of these tags without keeping its contents, which are those of level 2.
@@ -59,10 +56,7 @@ class VirtualMemoryBackend(SleepModeBackend):
         Raises:
             ValueError: a tag is neither ``weights`` nor ``kv_cache``.
         """
-        for tag in _check_tags(tags):
-            self._free(tag, discard=True)
-        torch.npu.empty_cache()
-        self._state = "SUSPENDED"
+        self._free(dict.fromkeys(_check_tags(tags), True))
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Restore the memory of these tags, or of all; what was not kept is 0.
@@ -93,12 +87,33 @@ class VirtualMemoryBackend(SleepModeBackend):
     def preserves_graphs_with_communicators(cls) -> bool:
         return True
 
-    def _free(self, tag: str, discard: bool) -> None:
-        notify_awake(False)
-        if tag == "weights":
-            self._memory.free(tag, self._parameters() if discard else ())
-        else:
-            self._memory.free(tag, None)
+    def _free(self, discarded: dict[str, bool]) -> None:
+        """Free these tags, and discard their contents or not, on all ranks or on none.
+
+        A failure is raised on the last rank only: vLLM's multiprocessing executor reads the ranks'
+        responses up to the first failure, and would take the others for those of its next call.
+        """
+        try:
+            with process_groups.agreement():
+                if self._memory.is_empty():
+                    raise RefusedError("sleep mode is not enabled; fix: --enable-sleep-mode")
+                notify_awake(False)
+                for tag, discard in discarded.items():
+                    parameters = self._parameters() if discard else ()
+                    self._memory.keep(tag, parameters if tag == "weights" else None)
+            with process_groups.agreement():
+                for tag in discarded:
+                    self._memory.free(tag)
+                torch.npu.empty_cache()
+        except Exception:
+            self._memory.forget()
+            # Contents that are discarded are lost, and the engine must not go on without them.
+            if not (self._memory.is_asleep() and discarded.get("weights")):
+                self.resume()
+            if process_groups.is_last_rank():
+                raise
+            return
+        self._state = "SUSPENDED"
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for model in filter(

@@ -115,14 +115,12 @@ class Segment:
             _call("aclrtFreePhysical", self.handle)
             self.handle = None
 
-    def free(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Free the physical memory, keeping host copies of these blocks, each an address and its
-        size in bytes."""
+    def keep(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Copy these blocks, each an address and its size in bytes, to the host."""
         for address, size in blocks:
             copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             _call("aclrtMemcpy", copy.data_ptr(), size, address, size, TO_HOST)
             self.kept.append((address, size, copy))
-        self.unmap()
 
     def restore(self) -> None:
         """Map physical memory again: the kept blocks, and zeros elsewhere."""
@@ -162,25 +160,32 @@ class VirtualMemory:
     def is_empty(self) -> bool:
         return not self._pools
 
-    def free(self, tag: str, discard: Iterable[torch.Tensor] | None) -> None:
-        """Free the physical memory of a tag; tensors keep their addresses and must not be used
-        until :meth:`restore`.
+    def keep(self, tag: str, discard: Iterable[torch.Tensor] | None) -> None:
+        """Copy what is kept of a tag to the host, before :meth:`free`.
 
         Args:
             discard: tensors whose contents are not kept on the host; None: none are kept.
         """
-        if tag in self._asleep:
-            return
-        self._asleep.add(tag)
         torch.npu.synchronize()
         discarded = None
         if discard is not None:
             discarded = {tensor.untyped_storage().data_ptr() for tensor in discard}
-        for own, pool in self._pools:
-            for found in pool.snapshot() if own == tag else ():
-                segment = self._segments[found["address"]]
-                if segment.handle is not None:
-                    segment.free(_blocks(found, discarded))
+        for segment, found in self._found(tag):
+            if segment.handle is not None:
+                segment.keep(_blocks(found, discarded))
+
+    def forget(self) -> None:
+        """Undo :meth:`keep` for memory that is not freed."""
+        for segment in self._segments.values():
+            if segment.handle is not None:
+                segment.kept.clear()
+
+    def free(self, tag: str) -> None:
+        """Free the physical memory of a tag; tensors keep their addresses and must not be used
+        until :meth:`restore`."""
+        self._asleep.add(tag)
+        for segment, _ in self._found(tag):
+            segment.unmap()
 
     def restore(self, tag: str) -> None:
         """Map memory of a tag again.
@@ -191,11 +196,9 @@ class VirtualMemory:
         """
         if tag not in self._asleep:
             return
-        for own, pool in self._pools:
-            for found in pool.snapshot() if own == tag else ():
-                segment = self._segments[found["address"]]
-                if segment.handle is None and found["allocated_size"]:
-                    segment.restore()
+        for segment, found in self._found(tag):
+            if segment.handle is None and found["allocated_size"]:
+                segment.restore()
         self._asleep.remove(tag)
 
     def is_asleep(self) -> bool:
@@ -205,6 +208,12 @@ class VirtualMemory:
         """Give the pools back to the caching allocator, which frees them with their last tensor."""
         with metrics.measuring:
             self._pools.clear()
+
+    def _found(self, tag: str) -> Iterator[tuple[Segment, Any]]:
+        """The segments of a tag, with what the caching allocator knows of each."""
+        for own, pool in self._pools:
+            for found in pool.snapshot() if own == tag else ():
+                yield self._segments[found["address"]], found
 
     def _trim(self, pool: Any) -> None:
         """Free the segments without tensors of a pool that is not allocated from any more."""
