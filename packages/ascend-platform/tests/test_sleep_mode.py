@@ -180,6 +180,20 @@ def test_sleep_that_cannot_free_restores(worker, monkeypatch):
     torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("function", ["aclrtMapMem", "aclrtMemset", "aclrtMemcpy"])
+def test_wake_up_that_fails_can_be_repeated(worker, monkeypatch, function):
+    before = values(worker.model)
+    worker.backend.suspend(1)
+    asleep = used()
+    with monkeypatch.context() as patched:
+        fail(patched, function, after=0)
+        with pytest.raises(RuntimeError, match=f"{function} failed"):
+            worker.backend.resume()
+    assert used() == asleep
+    worker.backend.resume()
+    torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
+
+
 def test_all_ranks_sleep_or_none():
     """Two stages of two ranks. Only the last raises, so that vLLM's executor has read all
     responses."""

@@ -106,7 +106,11 @@ class Segment:
         handle, huge_pages = _POINTER(), 4  # ACL_HBM_MEM_HUGE
         properties = _PhysicalMemoryProperties(0, 0, huge_pages, _Location(self.device, 1), 0)
         _call("aclrtMallocPhysical", ctypes.byref(handle), self.size, ctypes.byref(properties), 0)
-        _call("aclrtMapMem", self.address, self.size, 0, handle, 0)
+        try:
+            _call("aclrtMapMem", self.address, self.size, 0, handle, 0)
+        except Exception:
+            _call("aclrtFreePhysical", handle)
+            raise
         self.handle = handle
 
     def unmap(self) -> None:
@@ -125,9 +129,13 @@ class Segment:
     def restore(self) -> None:
         """Map physical memory again: the kept blocks, and zeros elsewhere."""
         self.map()
-        _call("aclrtMemset", self.address, self.size, 0, self.size)
-        for address, size, copy in self.kept:
-            _call("aclrtMemcpy", address, size, copy.data_ptr(), size, TO_DEVICE)
+        try:
+            _call("aclrtMemset", self.address, self.size, 0, self.size)
+            for address, size, copy in self.kept:
+                _call("aclrtMemcpy", address, size, copy.data_ptr(), size, TO_DEVICE)
+        except Exception:
+            self.unmap()
+            raise
         self.kept.clear()
 
 
