@@ -74,6 +74,23 @@ def test_options_of_other_devices_are_refused_at_start_up(model, arguments, name
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("sleep_mode_backend", "criu", "--sleep-mode-backend criu"),
+        ("sleep_mode_offload_cudagraph", True, "--sleep-mode-offload-cudagraph"),
+        ("enable_nccl_comm_suspend", True, "--enable-nccl-comm-suspend"),
+    ],
+)
+def test_sleep_options_of_other_devices_are_refused(model, option, value, named):
+    config = engine_config(model(), enable_sleep_mode=True)
+    if not hasattr(config.model_config, option):
+        pytest.skip(f"this vLLM has no --{option}")
+    setattr(config.model_config, option, value)
+    with pytest.raises(ValueError, match=rf"sleep options of other devices \({named}\) yet"):
+        unsupported.check_features(config)
+
+
+@pytest.mark.parametrize(
     ("variable", "named"),
     [
         ("VLLM_USE_HW_AGNOSTIC", r"VLLM_USE_HW_AGNOSTIC \(layers other than "),  # since vLLM 0.32

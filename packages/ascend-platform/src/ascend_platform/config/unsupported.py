@@ -183,6 +183,15 @@ def _other_weight_transfer(config: VllmConfig) -> str:
     return backend if backend in others else ""
 
 
+def _other_sleep(config: VllmConfig) -> str:
+    model = config.model_config
+    names = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
+    used = [name for name in names if getattr(model, name, False)]
+    if model.sleep_mode_backend != "cumem":
+        used.append(f"sleep_mode_backend {model.sleep_mode_backend}")
+    return ", ".join(f"--{name.replace('_', '-')}" for name in used)
+
+
 def _other_expert_transfer(config: VllmConfig) -> str:
     parallel = config.parallel_config
     way = getattr(parallel.eplb_config, "communicator", None) if parallel.enable_eplb else None
@@ -224,6 +233,7 @@ FEATURES = (
         "expert load balancing by communicators other than torch_gloo and torch_nccl",
         _other_expert_transfer,
     ),
+    Feature("sleep options of other devices", _other_sleep, of_model=True),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
     Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
     Feature("--enable-return-routed-experts with vLLM's V1 model runner", _routed_experts),
