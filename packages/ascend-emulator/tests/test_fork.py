@@ -44,13 +44,22 @@ print(torch.ones(4, device="npu").sum().item())
 
 
 def test_counting_npus_reserves_no_memory_of_theirs(run):
-    """So a child may have others: imports of transformers count them."""
+    """So a child may have other NPUs: imports of transformers count them."""
     script = """
 assert torch.npu.is_available() and torch.npu.device_count() == 2
-os.environ.update(ASCEND_EMULATOR_NPUS="3", ASCEND_EMULATOR_MEMORY=str(96 << 20))
-child(lambda: print(torch.npu.device_count(), torch.npu.mem_get_info(2)[1] >> 20))
+os.environ["ASCEND_EMULATOR_MEMORY"] = str(96 << 20)
+child(lambda: print(torch.npu.mem_get_info(1)[1] >> 20))
 """
-    assert output(run, script) == ["3 96"]
+    assert output(run, script) == ["96"]
+
+
+def test_address_space_may_be_reserved_first(run):
+    script = """
+runtime, at = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
+assert torch.npu.device_count() == 2
+print(runtime.aclrtReserveMemAddress(ctypes.byref(at), ctypes.c_size_t(2 << 20), ctypes.c_size_t(0), None, ctypes.c_uint64(0)))
+"""
+    assert output(run, script) == ["0"]
 
 
 def test_calls_of_a_forked_process_are_refused_by_name(run):

@@ -101,6 +101,7 @@ ACL_API(computed, aclrtReserveMemAddress,
       check(alignment == 0 && expected == nullptr && flags <= 1, kInvalidParam, "alignment ",
           alignment, ", expected address ", expected, ", flags ", flags,
           "; allowed: 0, null, 0 or 1");
+      chip();  // The first use maps the NPUs' memory, and with it the address space.
       *address = virtual_memory::reserve(bytes);
     })
 ACL_API(computed, aclrtReleaseMemAddress, (void* address), { virtual_memory::release(address); })
