@@ -280,7 +280,7 @@ def test_weight_transfer_by_hccl_is_refused_without_the_wheel(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["nixl", "pynccl"])
-def test_other_communicators_of_expert_load_balancing_are_refused(way):
+def test_other_communicators_of_eplb_are_refused(way):
     """Also vLLM's own choice, where a package nixl is installed."""
     eplb = SimpleNamespace(communicator=way)
     parallel = SimpleNamespace(enable_eplb=True, eplb_config=eplb)

@@ -138,8 +138,8 @@ def _refuse(manager: Any) -> None:
             packed = known.packed_modules_mapping.get(own, ())
             parts = (f"{parent}.{part}".lstrip(".") for part in packed)
             refused |= dict.fromkeys([name, *parts], "for which vLLM has no form with adapters")
-    # vLLM takes other names in adapters of pooling models and, from 0.33 on, of the text alone.
-    text_names = getattr(known, "_get_text_lora_names", lambda _: [])
+    # vLLM takes other names in adapters of pooling models and, from 0.33 on, of text-only models.
+    text_names: Any = getattr(known, "_get_text_lora_names", lambda _: [])
     for name, why in list(refused.items()):
         others = [name.removeprefix("model.")] if known.is_pooling_model else []
         refused |= dict.fromkeys([*others, *text_names(name)], why)
