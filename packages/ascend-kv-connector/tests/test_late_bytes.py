@@ -12,12 +12,10 @@ import pytest
 from ascend_kv_connector.p2p import push_stop
 from ascend_kv_connector.p2p.connections import Notice
 from ascend_kv_connector.p2p.fetcher import Fetcher
-from ascend_kv_connector.p2p.protocol import Owner, Push, Release
+from ascend_kv_connector.p2p.protocol import Release
 from ascend_kv_connector.p2p.push_stop import PushStop
-from ascend_kv_connector.p2p.pusher import PushJobs
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.query_queue import BusyError
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import Prompt, wait_for
 
@@ -193,30 +191,6 @@ def test_late_push_is_stopped_at_once(instances: Callable) -> None:
     assert settle(consumer) < 10.0
     sleep(0.5)
     assert is_unchanged(consumer)
-
-
-def test_push_without_a_thread_can_be_stopped() -> None:
-    given: dict[str, Any] = {
-        "request": "r",
-        "reader": "x",
-        "rank": 0,
-        "transfer": "n",
-        "start": 0,
-        "stop": 8,
-        "regions": [0],
-    }
-    push = Push(**given, session="s", memory=[(0, 16)], block_tokens=4, block_size=4, blocks=[1, 2])
-    started: list[Any] = []
-    jobs, owner = PushJobs(started.append), Owner("r", "x", 0, "n")
-    with pytest.raises(BusyError):
-        jobs.answer(owner, push)
-    jobs.stop(owner)
-    assert not jobs.begin(started[0])
-    with pytest.raises(BusyError):
-        jobs.answer(owner, push)
-    assert jobs.begin(started[1])
-    with pytest.raises(BusyError):
-        jobs.stop(owner)
 
 
 def test_preempted_prompt_is_written_again_after_a_stalled_write(instances: Callable) -> None:

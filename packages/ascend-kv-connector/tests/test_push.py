@@ -13,7 +13,7 @@ import pytest
 import torch
 from ascend_kv_connector.p2p import pusher
 from ascend_kv_connector.p2p.producer import Producer
-from ascend_kv_connector.p2p.protocol import Push, Pushed, Refused
+from ascend_kv_connector.p2p.protocol import Owner, Push, Pushed, Refused
 from ascend_kv_connector.p2p.pusher import Job, PushJobs
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.errors import TransferError
@@ -207,6 +207,21 @@ def test_only_some_ended_pushes_are_remembered(
             pushes.answer(push.owner, push)
         jobs[-1].reply = Pushed(0)
     assert len(pushes._jobs) == 11
+
+
+def test_push_without_a_thread_can_be_stopped() -> None:
+    push = Push(**GOOD)
+    started: list[Any] = []
+    jobs, owner = PushJobs(started.append), Owner("r", "x", 0, "n")
+    with pytest.raises(BusyError):
+        jobs.answer(owner, push)
+    jobs.stop(owner)
+    assert not jobs.begin(started[0])
+    with pytest.raises(BusyError):
+        jobs.answer(owner, push)
+    assert jobs.begin(started[1])
+    with pytest.raises(BusyError):
+        jobs.stop(owner)
 
 
 def test_push_does_not_get_an_earlier_ones_reply() -> None:
