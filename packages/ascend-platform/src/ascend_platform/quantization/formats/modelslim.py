@@ -234,9 +234,10 @@ class ModelSlimConfig(QuantizationConfig):
             norm.bias = norm.bias if norm.bias is not None and norm.bias.any() else None
         if all(norm.bias is None for norm in norms):
             return
+        kept = self._asked - self._absorbed
         for name in self.description:
             matrix = name.removesuffix(".bias")
-            if matrix == name or matrix in self._asked - self._absorbed:
+            if matrix == name or matrix in kept:
                 continue
             layer = modules.get(re.sub(r"(\.experts)\..*", r"\1", matrix))
             if isinstance(layer, PPMissingLayer):  # of another stage
