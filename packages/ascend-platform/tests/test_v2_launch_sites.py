@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ascend_platform import extension, fingerprint
 from ascend_platform.config import model_runner
-from ascend_platform.config.model_runner import Feature
+from ascend_platform.config.features import Feature
 from ascend_platform.overrides import launch_sites, table
 from ascend_platform.process import environment
 from ascend_platform.worker import runners

@@ -20,6 +20,7 @@ from packaging.version import Version
 from vllm import envs
 
 from ascend_platform.config import options
+from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.overrides import guard, launch_sites
@@ -29,19 +30,6 @@ from ascend_platform.worker import runners
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-class Feature(NamedTuple):
-    """A feature that is not supported.
-
-    ``asked`` returns whether a configuration requests the feature: a string is the value to show,
-    any other value counts as a boolean. With ``of_model`` it is called only for a configuration
-    with a model.
-    """
-
-    name: str
-    asked: Callable[[VllmConfig], Any]
-    of_model: bool = False
 
 
 class Choice(NamedTuple):

@@ -23,7 +23,7 @@ from ascend_platform.config import (
     options,
     state_layers,
 )
-from ascend_platform.config.model_runner import Feature
+from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.overrides import guard
 from ascend_platform.plugins import registry, requirements, slots

@@ -16,8 +16,8 @@ import torch
 import torch_npu
 
 from ascend_platform.ops.activation import NPUSiluAndMul
+from ascend_platform.ops.deferred import DeferredTensor
 from ascend_platform.ops.layernorm import NPURMSNorm
-from ascend_platform.ops.qkv_projection import DeferredTensor
 
 READERS = (
     ("input_layernorm", "self_attn.qkv_proj"),

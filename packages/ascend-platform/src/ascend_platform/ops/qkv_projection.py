@@ -15,26 +15,12 @@ from typing import Any
 
 import torch
 import torch_npu
-from torch.utils._pytree import tree_map_only
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
+from ascend_platform.ops.deferred import DeferredTensor
+
 Apply = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-class DeferredTensor(torch.Tensor):
-    """A tensor whose elements are computed where a function of torch reads them."""
-
-    def computed(self) -> torch.Tensor:
-        """The plain tensor."""
-        raise NotImplementedError
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Sequence[type], arguments: Any = (), named: Any = None
-    ) -> Any:
-        arguments, named = tree_map_only(cls, cls.computed, (arguments, named or {}))
-        return function(*arguments, **named)
 
 
 class Parts(DeferredTensor):

@@ -23,7 +23,7 @@ from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
 from ascend_platform.worker import rotary_tables
 
-FOR_ALL_MODELS = ("ops.moe.router", "ops.shared_experts", "ops.tensor_parallel")
+FOR_ALL_MODELS = ("ops.moe.router", "ops.shared_experts", "ops.tensor_parallel", "worker.eplb")
 """Modules whose replacements of vLLM's names every model needs."""
 
 

@@ -7,8 +7,6 @@ The functions take the kernels' arguments in the kernels' order
 They compute a whole batch at once, without synchronizing with the device, and no shape depends on
 which tokens are accepted. ``cu_num_draft_tokens`` is int32 ``[requests]``, the cumulative number of
 draft tokens; tensors of shape ``[tokens]`` hold the draft tokens of all requests one after another.
-
-Also counts of tokens for penalties.
 """
 
 from typing import Any
@@ -185,18 +183,3 @@ def sample_recovered_tokens(
         kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)
         scores.scatter_(1, column.clamp_min(0), kept)
     output.copy_(scores.argmax(-1).view_as(output))
-
-
-def get_token_bin_counts_and_mask(
-    tokens: torch.Tensor, vocab_size: int, num_seqs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token is among ``tokens`` ``[num_seqs, columns]``, and whether it is, both
-    ``[num_seqs, vocab_size]``.
-
-    vLLM counts in int64, which the AI CPU adds: 13 instead of 3 ms a step of 32 requests
-    (vllm-ascend, pull request 7569). Padding is the token ``vocab_size``.
-    """
-    counts = torch.zeros(num_seqs, vocab_size + 1, device=tokens.device)
-    counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))
-    counts = counts[:, :vocab_size]
-    return counts, counts > 0

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 import torch_npu
-from vllm.config import ParallelConfig
-from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router
-
-_init_eplb = EplbState.__init__
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
@@ -220,12 +216,3 @@ def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
     chosen = ids.float().masked_fill(is_free, torch.inf).sort(-1).values
     before = chosen - torch.arange(ids.shape[-1], dtype=chosen.dtype, device=ids.device)
     return (others + (before[:, None, :] <= others[:, :, None]).sum(-1)).to(ids.dtype)
-
-
-def init_with_device_index(
-    state: EplbState, parallel_config: ParallelConfig, device: torch.device
-) -> None:
-    """Also keep the device index that the weight transfer thread needs; vLLM does on CUDA and XPU
-    only."""
-    _init_eplb(state, parallel_config, device)
-    state.device_index = device.index
