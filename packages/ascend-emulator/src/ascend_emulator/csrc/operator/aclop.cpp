@@ -113,6 +113,21 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
   return fractals.back().matrix;
 }
 
+Computation prepare(GraphOperator& op, const GraphCall& call) {
+  GraphReader reader(call, op.info.parameters);
+  ParameterValues<GraphParameterType> values(op.parameters);
+  values.make(
+      [&](const GraphParameterType& type, void* place, size_t) { type.take(reader, place); });
+  reader.finish();
+  aclOpExecutor executor;
+  ArgumentReader rules(op.info, executor);
+  for (size_t i = 0; i < op.parameters.count; ++i) op.parameters.types[i]->note(rules, values[i]);
+  rules.check_rules();
+  auto computation = values.call(op.body);
+  call.attributes.all_read();
+  return computation;
+}
+
 int execute(const char* op_type, int inputs, const void* const input[], const void* const from[],
     int outputs, const void* const output[], void* const to[], const void* attributes,
     void* stream) {
@@ -136,7 +151,7 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
     if (attributes) call.attributes = Attributes(*static_cast<const Values*>(attributes));
     for (size_t i = 0; i < task->tensors.size(); ++i)
       check_dtypes(task->tensors, i, i + 1, 0, op.info.parameters, static_cast<int>(i));
-    task->compute = [compute = std::make_shared<Computation>(op.prepare(op, call)), packed,
+    task->compute = [compute = std::make_shared<Computation>(prepare(op, call)), packed,
                         entry = op.info.name] {
       (*compute)();
       for (const auto& each : packed) each.pack();

@@ -107,33 +107,37 @@ class GraphReader {
   size_t input_ = 0, output_ = 0;
 };
 
+// What is done with a parameter of one type.
+struct GraphParameterType {
+  void (*take)(GraphReader& reader, void* place);
+  void (*note)(ArgumentReader& rules, const void* value);
+  void (*destroy)(void* value);
+};
+template <class T> inline constexpr GraphParameterType kGraphParameterType{
+    [](GraphReader& reader, void* place) { new (place) T(reader.take<T>()); },
+    [](ArgumentReader& rules, const void* value) {
+      rules.note(as_argument(*static_cast<const T*>(value)));
+    },
+    &destroy_value<T>};
+template <class... Params> inline constexpr const GraphParameterType* kGraphTypes[] = {
+    &kGraphParameterType<Params>..., nullptr};
+template <class... Params>
+inline constexpr ParameterList<GraphParameterType> kGraphParameters{sizeof...(Params),
+    kGraphTypes<Params...>, kPlaces<Params...>.data(), &call_erased<Computation, Params...>};
+
 struct GraphOperator {
   const char* type;
   OperatorInfo info;  // its name is that in the registry, "aclop::Swish"
   void (*body)();     // Computation (*)(parameters)
-  Computation (*prepare)(GraphOperator& op, const GraphCall& call);
+  const ParameterList<GraphParameterType>& parameters;
 };
 // Adds an operator to the table.
 struct GraphRegistration {
   GraphRegistration(GraphOperator& op, const char* file);
 };
-
-// Of all operators whose bodies have these parameters.
-template <class... Params> Computation prepare_graph(GraphOperator& op, const GraphCall& call) {
-  GraphReader reader(call, op.info.parameters);
-  CallArguments<std::index_sequence_for<Params...>, Params...> held{{reader.take<Params>()}...};
-  reader.finish();
-  aclOpExecutor executor;
-  ArgumentReader rules(op.info, executor);
-  held.apply([&](const auto&... each) { (rules.note(as_argument(each)), ...); });
-  rules.check_rules();
-  auto computation = held.call(reinterpret_cast<Computation (*)(Params...)>(op.body));
-  call.attributes.all_read();
-  return computation;
-}
 template <class... Params> GraphOperator graph_operator(
     const char* type, const char* entry, const char* parameters, Computation (*body)(Params...)) {
-  return {type, {entry, parameters}, reinterpret_cast<void (*)()>(body), &prepare_graph<Params...>};
+  return {type, {entry, parameters}, erased(body), kGraphParameters<Params...>};
 }
 
 }  // namespace emu

@@ -345,6 +345,33 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
   }));
 }
 
+int workspace(OperatorInfo& info, const ParameterList<ParameterType>& parameters,
+    const Bodies& bodies, const Raw* arguments, uint64_t* bytes, aclOpExecutor** executor) {
+  return prepare(
+      info,
+      [&](ArgumentReader& reader) -> Computation {
+        ParameterValues<ParameterType> values(parameters);
+        values.make([&](const ParameterType& type, void* place, size_t) {
+          type.take(reader, arguments, place);
+        });
+        reader.check();
+        if (bodies.returns_computation) return values.call(bodies.body);
+        if (bodies.checks) values.call(bodies.checks);
+        if (bodies.dry_run) {  // of a signature that is seen for the first time
+          try_out(reader.signature(), reader.tensors(), [&](StandIns& stand_ins) {
+            ParameterValues<ParameterType> small(parameters);
+            small.make([&](const ParameterType& type, void* place, size_t index) {
+              type.stand_in(stand_ins, values[index], place);
+            });
+            if (bodies.checks) small.call(bodies.checks);
+            small.call(bodies.body);
+          });
+        }
+        return [body = bodies.body, values = std::move(values)] { values.call(body); };
+      },
+      bytes, executor);
+}
+
 void Result::assign(const Tensor& value) const {
   require(tensor != nullptr, "a required output is null");
   const auto shape = value.sizes();
