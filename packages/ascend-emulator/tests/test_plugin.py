@@ -139,7 +139,7 @@ def test_compiling_reports_progress_before_it_ends(suite, tmp_path):
         rest = process.communicate(timeout=60)
     assert early
     assert re.fullmatch(
-        r"ascend-emulator:   9 parts with \d+ compilers, about \d+ s of idle processors\n", line
+        r"ascend-emulator:   8 parts with \d+ compilers, about \d+ s of idle processors\n", line
     )
     assert "failed" in rest[1]
     assert "Traceback" not in rest[1]

@@ -3,41 +3,14 @@
 // MoE gating, and ordering of tokens by expert. Semantics and limits: torch_npu's documentation of
 // npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens
 // (torch_npu/_op_plugin_docs.py, BSD), its shape functions, and op-plugin's tests.
-#include <ATen/Parallel.h>
-
 #include <numeric>
 
 #include "ops/quantization/quantized.h"
+#include "ops/rows/rows.h"
 
 using namespace emu;
 
 namespace {
-
-// Indices of the k largest in each row, lower indices first among ties.
-Tensor top(const Tensor& scores, int64_t k) {
-  const auto contiguous = scores.contiguous();
-  const int64_t count = scores.size(-1), rows = count ? scores.numel() / count : 0;
-  auto sizes = scores.sizes().vec();
-  sizes.back() = k;
-  const auto indices = at::empty(sizes, at::kLong);
-  const auto* const values = contiguous.const_data_ptr<float>();
-  auto* const out = indices.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / count), [&](int64_t first, int64_t last) {
-    std::vector<int64_t> order(count);
-    for (int64_t row = first; row < last; ++row) {
-      const float* const of = values + row * count;
-      const auto before = [of](int64_t a, int64_t b) {  // NaN first, as at::sort has it
-        const bool a_nan = std::isnan(of[a]), b_nan = std::isnan(of[b]);
-        if (a_nan != b_nan) return a_nan;
-        return of[a] > of[b] || (!(of[a] < of[b]) && a < b);
-      };
-      std::iota(order.begin(), order.end(), 0);
-      std::partial_sort(order.begin(), order.begin() + k, order.end(), before);
-      std::copy_n(order.begin(), k, out + row * k);
-    }
-  });
-  return indices;
-}
 
 void check_softmax_arguments(const Tensor& x, const Opt<Tensor>& finished, int64_t k) {
   rule("moe_gating_softmax.k-of-experts", [&] { within("k", k, int64_t{1}, x.size(-1)); });
@@ -80,13 +53,13 @@ struct Gate {
   }
 
   Tensor choose(const Tensor& scores) const {
-    if (group_count == 1 || k_group == group_count) return top(scores, k);
+    if (group_count == 1 || k_group == group_count) return top_of_rows(scores, k);
     const auto groups = scores.unflatten(-1, {group_count, -1});
     const auto group_scores =
         group_mode == 0 ? groups.amax(-1) : std::get<0>(groups.topk(2, -1)).sum(-1);
-    const auto kept =
-        at::zeros(group_scores.sizes(), at::kBool).scatter_(-1, top(group_scores, k_group), true);
-    return top(
+    const auto kept = at::zeros(group_scores.sizes(), at::kBool)
+                          .scatter_(-1, top_of_rows(group_scores, k_group), true);
+    return top_of_rows(
         groups
             .masked_fill(kept.logical_not().unsqueeze(-1), -std::numeric_limits<float>::infinity())
             .flatten(-2),
@@ -115,7 +88,7 @@ CHECKED(aclnnMoeGatingTopKSoftmax,
       check_softmax_arguments(x, finished, k);
       COMPUTE {
         const auto scores = at::softmax(x.to(at::kFloat), -1);
-        const auto experts = top(scores, k);
+        const auto experts = top_of_rows(scores, k);
         y.copy_(scores.gather(-1, experts));
         store_experts(experts, finished, x.size(-1), expert_idx);
         const int64_t rows = x.numel() / x.size(-1);
@@ -131,7 +104,7 @@ CHECKED(aclnnMoeGatingTopKSoftmaxV2,
       COMPUTE {
         const auto fp32 = x.to(at::kFloat);
         const auto scores = renorm ? fp32 : at::softmax(fp32, -1);
-        const auto experts = top(scores, k);
+        const auto experts = top_of_rows(scores, k);
         const auto chosen = scores.gather(-1, experts);
         y.copy_(renorm ? at::softmax(chosen, -1) : chosen);
         store_experts(experts, finished, x.size(-1), expert_idx);

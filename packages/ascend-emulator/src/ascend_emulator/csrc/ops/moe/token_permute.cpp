@@ -4,10 +4,8 @@
 // documentation of npu_moe_token_permute, npu_moe_token_unpermute,
 // npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing
 // (torch_npu/_op_plugin_docs.py, BSD), and op-plugin's tests.
-#include <ATen/Parallel.h>
-
 #include "ops/quantization/quantized.h"
-#include "ops/vectorized.h"
+#include "ops/rows/rows.h"
 
 using namespace emu;
 
@@ -30,27 +28,6 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
   const int64_t from = low.item<int64_t>(), to = high.item<int64_t>();
   require(from >= least && to < end, name, " has values from ", from, " to ", to,
       "; allowed: ", least, " to ", end - 1);
-}
-
-// `sums[token] += weights[token][i] * rows[places[token][i]]` for each of k choices; none for rows
-// behind the last one.
-template <class T> void add_rows(const T* rows, int64_t count, const int32_t* places,
-    const float* weights, int64_t k, const Tensor& sums) {
-  const int64_t columns = sums.size(1);
-  float* const out = sums.mutable_data_ptr<float>();
-  at::parallel_for(0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)),
-      [&](int64_t from, int64_t to) {
-        vectorized([&] {
-          for (int64_t i = from * k; i < to * k; ++i) {
-            if (places[i] >= count) continue;
-            const T* const row = rows + places[i] * columns;
-            float* const sum = out + i / k * columns;
-            const float weight = weights ? weights[i] : 1.0f;
-            for (int64_t column = 0; column < columns; ++column)
-              sum[column] += weight * widened(row[column]);
-          }
-        });
-      });
 }
 
 }  // namespace
@@ -84,15 +61,10 @@ CHECKED(aclnnMoeTokenUnpermute,
         rule("moe_token_unpermute.indices-values",
             [&] { check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel()); });
         const auto places = sorted_indices.contiguous();
-        const auto* const place = places.const_data_ptr<int32_t>();
         const auto rows = permuted.contiguous(),
                    weights = probs ? probs->to(at::kFloat).contiguous() : Tensor();
         const auto sums = at::zeros(out.sizes(), at::kFloat);
-        AT_DISPATCH_FLOATING_TYPES_AND2(
-            at::kHalf, at::kBFloat16, rows.scalar_type(), "unpermute", [&] {
-              add_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), place,
-                  probs ? weights.const_data_ptr<float>() : nullptr, k, sums);
-            });
+        add_weighted_rows(rows, places, weights, k, sums);
         out.copy_(sums);
       };
     })

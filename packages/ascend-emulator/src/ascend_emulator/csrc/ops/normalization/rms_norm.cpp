@@ -4,62 +4,12 @@
 // npu_rms_norm says for 16-bit types. Rules: torch_npu's documentation of npu_rms_norm,
 // npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py), and the golden
 // functions of op-plugin's tests; argument order: op-plugin's call sites.
-#include <ATen/Parallel.h>
-
 #include "normalization.h"
-#include "ops/vectorized.h"
+#include "ops/rows/rows.h"
 
 namespace {
 
 using at::Tensor;
-
-// Sixteen partial sums: more accurate, and one vector register.
-template <class T> float sum_of_squares(const T* x, int64_t width) {
-  constexpr int kLanes = 16;
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float value = emu::widened(x[i + lane]);
-      lanes[lane] += value * value;
-    }
-  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += emu::widened(x[i]) * emu::widened(x[i]);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
-}
-
-template <class T> struct RmsNorm {
-  const T *x, *added, *gamma;  // added may be null
-  T *sum, *y;                  // sum: of x and added
-  float* rstd;                 // may be null
-  int64_t width;
-  float epsilon;
-
-  void row(int64_t row) const {
-    const T* in = x + row * width;
-    T* out = y + row * width;
-    if (added) {
-      const T* other = added + row * width;
-      T* total = sum + row * width;
-      for (int64_t i = 0; i < width; ++i)
-        total[i] = emu::rounded<T>(emu::widened(in[i]) + emu::widened(other[i]));
-      in = total;
-    }
-    const float scale = 1.0f / std::sqrt(sum_of_squares(in, width) / width + epsilon);
-    for (int64_t i = 0; i < width; ++i)
-      out[i] = emu::rounded<T>(emu::widened(in[i]) * scale * emu::widened(gamma[i]));
-    if (rstd) rstd[row] = scale;
-  }
-  void rows(int64_t count) const {
-    at::parallel_for(
-        0, count, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
-          emu::vectorized([&, self = *this] {
-            for (int64_t each = first; each < last; ++each) self.row(each);
-          });
-        });
-  }
-};
 
 void check_gamma(const Tensor& x, const Tensor& gamma) {
   emu::rule("rms_norm.gamma-shape",
@@ -68,8 +18,7 @@ void check_gamma(const Tensor& x, const Tensor& gamma) {
 }
 
 // y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined. With
-// `added` the norm is of sum = x
-// + added.
+// `added` the norm is of sum = x + added.
 void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd,
     const Tensor& added = {}, const Tensor& sum = {}) {
   const int64_t width = gamma.numel();
@@ -83,15 +32,7 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
              other = added.defined() ? added.contiguous() : added;
   auto output = y.is_contiguous() ? y : at::empty_like(input);
   auto total = added.defined() && !sum.is_contiguous() ? at::empty_like(input) : sum;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
-    RmsNorm<scalar_t>{input.const_data_ptr<scalar_t>(),
-        other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
-        weight.const_data_ptr<scalar_t>(),
-        other.defined() ? total.mutable_data_ptr<scalar_t>() : nullptr,
-        output.mutable_data_ptr<scalar_t>(), rstd.defined() ? rstd.data_ptr<float>() : nullptr,
-        width, static_cast<float>(epsilon)}
-        .rows(input.numel() / width);
-  });
+  emu::rms_norm_rows(input, other, weight, total, output, rstd, epsilon);
   if (!output.is_same(y)) y.copy_(output);
   if (total.defined() && !total.is_same(sum)) sum.copy_(total);
 }

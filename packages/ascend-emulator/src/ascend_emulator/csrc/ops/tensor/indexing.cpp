@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Indexing, gather, scatter and embedding.
+#include <ATen/core/List.h>
+
 #include "core/cost.h"
 #include "operator/shapes.h"
 #include "ops/upcast.h"

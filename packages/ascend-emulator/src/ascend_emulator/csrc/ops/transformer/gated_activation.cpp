@@ -3,31 +3,13 @@
 // Gated activations, with optional quantization. Semantics and limits: torch_npu's documentation of
 // npu_swiglu, npu_swiglu_quant, npu_dequant_swiglu_quant, npu_clipped_swiglu, npu_gelu_mul and
 // npu_geglu (torch_npu/_op_plugin_docs.py, BSD) and op-plugin's tests of them.
-#include <ATen/Parallel.h>
-
 #include "operator/shapes.h"
 #include "ops/quantization/quantized.h"
-#include "ops/vectorized.h"
+#include "ops/rows/rows.h"
 
 using namespace emu;
 
 namespace {
-
-template <class T> void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / half), [&](int64_t first, int64_t last) {
-    vectorized([&] {
-      for (int64_t row = first; row < last; ++row) {
-        const T* gate = x + row * 2 * half;
-        const T* up = gate + half;
-        T* to = out + row * half;
-        for (int64_t i = 0; i < half; ++i) {
-          const float g = widened(gate[i]);
-          to[i] = rounded<T>(g / (1.0f + exp_of(-g)) * widened(up[i]));
-        }
-      }
-    });
-  });
-}
 
 void swiglu(const Tensor& x, int64_t at_dim, Tensor& out) {
   if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous()) {
@@ -35,11 +17,7 @@ void swiglu(const Tensor& x, int64_t at_dim, Tensor& out) {
     out.copy_(at::silu(halves[0]).mul_(halves[1]));
     return;
   }
-  if (out.numel() == 0) return;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
-    swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
-        out.numel() / out.size(-1), out.size(-1));
-  });
+  if (out.numel()) swiglu_rows(x, out);
 }
 
 void check_even(const Tensor& x, int64_t dim) {

@@ -4,50 +4,11 @@
 // and npu_apply_rotary_pos_emb (torch_npu/_op_plugin_docs.py), and the golden functions of
 // op-plugin's tests; argument order: op-plugin's call sites.
 #include "core/cost.h"
-#include "ops/vectorized.h"
+#include "ops/rows/rows.h"
 #include "rotary_embedding.h"
-
-#include <ATen/Parallel.h>
 
 namespace emu {
 namespace {
-
-// Rotates the first `rotary` values of each head; cache rows are cos and sin of rotary / 2 angles.
-template <bool neox, class T> void rope_heads(const T* in, T* out, const T* cos, const T* sin,
-    int64_t heads, int64_t head_size, int64_t half) {
-  for (int64_t head = 0; head < heads; ++head, in += head_size, out += head_size) {
-    for (int64_t i = 0; i < half; ++i) {
-      const int64_t a = neox ? i : 2 * i, b = neox ? i + half : 2 * i + 1;
-      const float x = widened(in[a]), y = widened(in[b]), c = widened(cos[i]), s = widened(sin[i]);
-      out[a] = rounded<T>(x * c - y * s);
-      out[b] = rounded<T>(y * c + x * s);
-    }
-    for (int64_t i = 2 * half; i < head_size; ++i) out[i] = in[i];
-  }
-}
-
-template <class T> void rope(const Tensor& positions, const Tensor& x, const Tensor& cache,
-    int64_t head_size, bool neox, Tensor& out) {
-  const int64_t tokens = x.size(0), heads = x.size(1) / head_size, half = cache.size(1) / 2,
-                limit = cache.size(0);
-  const auto* where = positions.const_data_ptr<int64_t>();
-  const T* table = cache.const_data_ptr<T>();
-  const T* in = x.const_data_ptr<T>();
-  T* result = out.mutable_data_ptr<T>();
-  const int64_t stride = x.stride(0), out_stride = out.stride(0);
-  at::parallel_for(0, tokens, 8, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t)
-      require(where[t] >= 0 && where[t] < limit, "position ", where[t],
-          " is outside the cos/sin cache of ", limit, " rows");
-    vectorized([&] {
-      for (int64_t t = first; t < last; ++t) {
-        const T* row = table + where[t] * 2 * half;
-        const auto rotate = neox ? rope_heads<true, T> : rope_heads<false, T>;
-        rotate(in + t * stride, result + t * out_stride, row, row + half, heads, head_size, half);
-      }
-    });
-  });
-}
 
 // Angles of each token from three rows of positions: consecutive or interleaved sections.
 Tensor merged(
@@ -201,10 +162,8 @@ CHECKED(aclnnRopeWithSinCosCacheV2,
           table = merged(positions, table, *sections, cache_mode == 1).contiguous();
           where = at::arange(query.size(0));
         }
-        AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "rope", [&] {
-          rope<scalar_t>(where, query, table, head_size, neox, query_out);
-          rope<scalar_t>(where, key, table, head_size, neox, key_out);
-        });
+        rope_rows(where, query, table, head_size, neox, query_out);
+        rope_rows(where, key, table, head_size, neox, key_out);
       };
     })
 CHECKED(aclnnRopeWithSinCosCache,
