@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The environment that tools/environment makes: versions, no CUDA packages, nothing to do the
-second time."""
+"""The environment that tools/environment makes: versions, no CUDA packages, compiled libraries that
+are offered, nothing to do the second time."""
 
 import importlib.metadata
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+from ascend_emulator import build
 from harness import checkout
 
 EXPLAINED = {
@@ -58,3 +61,24 @@ def test_second_set_up_has_nothing_to_do() -> None:
     script = "import environment; environment.prepare()"
     checkout.run_tool(script)
     assert checkout.run_tool(script) == ""
+
+
+def test_set_up_takes_the_emulators_libraries_from_find_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered, venv = tmp_path / "offered", tmp_path / "venv"
+    subprocess.run([sys.executable, checkout.TOOLS / "libs", offered], check=True)
+    install = f"""
+import environment
+from pathlib import Path
+environment.create(Path({str(venv)!r}))
+environment.PYTHON = Path({str(venv / "bin" / "python")!r})
+environment.install_emulator_libs()
+"""
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path))  # none here
+    checkout.run_tool(install)
+    assert not list(venv.rglob("ascend_emulator_libs"))
+    monkeypatch.setenv("UV_FIND_LINKS", str(offered))
+    checkout.run_tool(install)
+    (libraries,) = venv.rglob("ascend_emulator_libs")
+    assert (libraries / build.prebuilt_name() / "libascendcl.so").exists()

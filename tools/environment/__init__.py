@@ -225,6 +225,7 @@ def _install_requirements() -> None:
     if not _is_usable():
         create(VENV)
         install(VENV, REQUIREMENTS, "installing torch and torch-npu", only=("torch", "torch-npu"))
+        install_emulator_libs()
         _start_compiling_emulator()
     what = (
         "installing tools/environment/requirements.txt and building vLLM (downloads 0.6 GB, unless"
@@ -338,6 +339,26 @@ def _install_workspace() -> None:
     # As in install(): editable packages would be compiled by each process, too.
     sources = [*ROOT.glob("packages/*/src"), ROOT / "harness"]
     subprocess.run([PYTHON, "-m", "compileall", "-q", *sources], check=False)
+
+
+def install_emulator_libs() -> None:
+    """Install the emulator's compiled libraries if a find-links location has them (tools/libs). Those
+    of other sources do no harm: the emulator compiles then."""
+    name = "ascend-emulator-libs"
+    if _can_install(name, PYTHON, "--no-index"):
+        uv, settings = find_uv()
+        command = [
+            uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            PYTHON,
+            "--no-deps",
+            "--no-index",
+            name,
+        ]
+        _run(f"installing {name}", command, settings, "check the find-links location")
 
 
 def _start_compiling_emulator() -> None:
