@@ -51,6 +51,14 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
         ),
         (
+            {"registry": "/somewhere", "strategies": ["default"]},
+            (
+                ".registry is '/somewhere', and strategies is ['default'], without peer, and"
+                " serve_weights is off; fix: add peer to strategies, set serve_weights, or remove"
+                " registry"
+            ),
+        ),
+        (
             {"serve_weights": True},
             "needs a secret of at least 16 bytes; fix: set secret_file or VLLM_ASCEND_WEIGHTS_SECRET",
         ),

@@ -86,6 +86,12 @@ def parse_options(values: object) -> Options:
             f"{WHERE}.peers is {options.peers}, and strategies is {options.strategies}, without peer; fix:"
             " add peer to strategies, or remove peers"
         )
+    if options.registry and "peer" not in options.strategies and not options.serve_weights:
+        raise extension.RefusedError(
+            f"{WHERE}.registry is {options.registry!r}, and strategies is {options.strategies}, without"
+            " peer, and serve_weights is off; fix: add peer to strategies, set serve_weights, or remove"
+            " registry"
+        )
     if options.serve_weights or options.peers or options.registry:
         read_secret(options)
     return options
