@@ -79,6 +79,13 @@ def test_send_to_a_peer_that_reads_nothing_ends() -> None:
     assert causes == ["it took no message in 0.3 s"]
 
 
+def test_port_above_the_last_is_refused() -> None:
+    with pytest.raises(
+        extension.RefusedError, match=r"listen on 127\.0\.0\.1:70000; .* up to 65535"
+    ):
+        RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", 70000)
+
+
 def test_server_takes_the_first_free_port_of_a_range() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -57,6 +57,7 @@ def test_parameters_are_the_same_after_a_round_trip() -> None:
         ({"remote_num_tokens": "21"}, "remote_num_tokens '21'", ""),
         ({"remote_ranks": "a\nb" * 900}, "remote_ranks 'a", ""),
         ({"remote_ranks": [["h", 1.5]]}, "remote_ranks [['h', 1.5]]", ""),
+        ({"remote_ranks": [["h", 65536]]}, "remote_ranks [['h', 65536]]", ""),
         ({"metaserver": 3}, "metaserver 3", ""),
         ({"metaserver": "http://r", "remote_ranks": None}, "", ""),
         ({"remote_reader": 7}, "", "remote_reader 7"),

@@ -14,6 +14,7 @@ from ascend_platform.transfer.errors import printable
 from ascend_kv_connector.p2p.protocol import MAX_RANKS
 from ascend_kv_connector.p2p.transfers import Source
 
+MAX_PORT = 65535
 MAX_ABORTED = 1024
 """Requests that one ``aborted_request`` may name."""
 
@@ -162,5 +163,8 @@ def end_remote_prefill(request: Any) -> None:
 
 def _are_ranks(ranks: list[Any]) -> bool:
     return 0 < len(ranks) <= MAX_RANKS and all(
-        isinstance(rank, (list, tuple)) and list(map(type, rank)) == [str, int] for rank in ranks
+        isinstance(rank, (list, tuple))
+        and list(map(type, rank)) == [str, int]
+        and 0 < rank[1] <= MAX_PORT
+        for rank in ranks
     )

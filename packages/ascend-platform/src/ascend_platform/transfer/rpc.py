@@ -20,6 +20,7 @@ from ascend_platform.transfer.errors import KINDS, Kind, TransferError, printabl
 from ascend_platform.transfer.messages import LONGEST_MESSAGE, Codec, Message, Refused
 from ascend_platform.transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
 
+MAX_PORT = 65535
 MAX_CONNECT_ATTEMPTS = 5
 """Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
 
@@ -109,6 +110,12 @@ class RpcServer:
         self._thread.start()
 
     def _bind(self, ports: range) -> None:
+        change = "change kv_port, or host or ports in kv_connector_extra_config"
+        if ports[-1] > MAX_PORT:  # ZeroMQ would take the port modulo 65536.
+            raise RefusedError(
+                f"cannot listen on {self.host}:{ports[-1]}; supported: ports up to {MAX_PORT}, of which"
+                f" each rank takes one; fix: {change}"
+            )
         for port in ports:
             try:
                 url = endpoint_url(self.host, port)
@@ -119,8 +126,8 @@ class RpcServer:
                     continue
                 which = f"{ports[0]} to {port}" if port != ports[0] else str(port)
                 raise RefusedError(
-                    f"cannot listen on {self.host}:{which} ({error}); fix: change kv_port, or host or"
-                    " ports in kv_connector_extra_config, or the model loader's host"
+                    f"cannot listen on {self.host}:{which} ({error}); fix: {change}, or the model"
+                    " loader's host"
                 ) from None
 
     def close(self) -> None:
