@@ -97,7 +97,11 @@ bool registered(const char* name) { return entries().count(name) != 0; }
 
 // Sets ASCEND_EMULATOR_CALLS for this process from now on.
 EXPORT void ascend_emulator_note_calls(const char* path) {
-  emu::process.part<emu::Calls>().path = strdup(path);
+  auto& calls = emu::process.part<emu::Calls>();
+  std::lock_guard lock(calls.mutex);
+  calls.path = strdup(path);
+  calls.seen.clear();
+  calls.opened = false;
 }
 
 // One line per entry point: "name family effect reason". Read by `ascend-emulator coverage`.
