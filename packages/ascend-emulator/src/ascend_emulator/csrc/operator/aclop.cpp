@@ -116,8 +116,7 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
 Computation prepare(GraphOperator& op, const GraphCall& call) {
   GraphReader reader(call, op.info.parameters);
   ParameterValues<GraphParameterType> values(op.parameters);
-  values.make(
-      [&](const GraphParameterType& type, void* place, size_t) { type.take(reader, place); });
+  values.make([&](const GraphParameterType& type, void* at, size_t) { type.take(reader, at); });
   reader.finish();
   aclOpExecutor executor;
   ArgumentReader rules(op.info, executor);

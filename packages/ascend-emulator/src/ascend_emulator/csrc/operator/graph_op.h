@@ -109,12 +109,12 @@ class GraphReader {
 
 // What is done with a parameter of one type.
 struct GraphParameterType {
-  void (*take)(GraphReader& reader, void* place);
+  void (*take)(GraphReader& reader, void* at);
   void (*note)(ArgumentReader& rules, const void* value);
   void (*destroy)(void* value);
 };
 template <class T> inline constexpr GraphParameterType kGraphParameterType{
-    [](GraphReader& reader, void* place) { new (place) T(reader.take<T>()); },
+    [](GraphReader& reader, void* at) { new (at) T(reader.take<T>()); },
     [](ArgumentReader& rules, const void* value) {
       rules.note(as_argument(*static_cast<const T*>(value)));
     },
@@ -123,7 +123,7 @@ template <class... Params> inline constexpr const GraphParameterType* kGraphType
     &kGraphParameterType<Params>..., nullptr};
 template <class... Params>
 inline constexpr ParameterList<GraphParameterType> kGraphParameters{sizeof...(Params),
-    kGraphTypes<Params...>, kPlaces<Params...>.data(), &call_erased<Computation, Params...>};
+    kGraphTypes<Params...>, kOffsets<Params...>.data(), &call_erased<Computation, Params...>};
 
 struct GraphOperator {
   const char* type;

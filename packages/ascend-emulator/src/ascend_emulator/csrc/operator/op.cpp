@@ -351,17 +351,16 @@ int workspace(OperatorInfo& info, const ParameterList<ParameterType>& parameters
       info,
       [&](ArgumentReader& reader) -> Computation {
         ParameterValues<ParameterType> values(parameters);
-        values.make([&](const ParameterType& type, void* place, size_t) {
-          type.take(reader, arguments, place);
-        });
+        values.make(
+            [&](const ParameterType& type, void* at, size_t) { type.take(reader, arguments, at); });
         reader.check();
         if (bodies.returns_computation) return values.call(bodies.body);
         if (bodies.checks) values.call(bodies.checks);
         if (bodies.dry_run) {  // of a signature that is seen for the first time
           try_out(reader.signature(), reader.tensors(), [&](StandIns& stand_ins) {
             ParameterValues<ParameterType> small(parameters);
-            small.make([&](const ParameterType& type, void* place, size_t index) {
-              type.stand_in(stand_ins, values[index], place);
+            small.make([&](const ParameterType& type, void* at, size_t index) {
+              type.stand_in(stand_ins, values[index], at);
             });
             if (bodies.checks) small.call(bodies.checks);
             small.call(bodies.body);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <tuple>
 #include <utility>
 
@@ -90,33 +91,33 @@ class Raw {
   uint64_t bits_ = 0;
 };
 
-// What is done with a parameter of one type, whose value lies at a place.
+// What is done with a parameter of one type, whose value lies at an address.
 struct ParameterType {
-  void (*take)(ArgumentReader& reader, const Raw*& next, void* place);
-  void (*stand_in)(StandIns& stand_ins, const void* value, void* place);
+  void (*take)(ArgumentReader& reader, const Raw*& next, void* at);
+  void (*stand_in)(StandIns& stand_ins, const void* value, void* at);
   void (*destroy)(void* value);
 };
-template <class T> void take_parameter(ArgumentReader& reader, const Raw*& next, void* place) {
+template <class T> void take_parameter(ArgumentReader& reader, const Raw*& next, void* at) {
   const auto take_next = [&]<class Field>(Field*) {
     return reader.take<Field>((next++)->template as<typename Arg<Field>::C>());
   };
   if constexpr (HasFields<T>) {
     T taken;
     std::apply([&](auto&... each) { ((each = take_next(&each)), ...); }, taken.fields());
-    new (place) T(std::move(taken));
+    new (at) T(std::move(taken));
   } else {
-    new (place) T(take_next(static_cast<T*>(nullptr)));
+    new (at) T(take_next(static_cast<T*>(nullptr)));
   }
 }
 template <class T> void destroy_value(void* value) { static_cast<T*>(value)->~T(); }
 template <class T> inline constexpr ParameterType kParameterType{&take_parameter<T>,
-    [](StandIns& stand_ins, const void* value, void* place) {
-      new (place) T(stood_in(stand_ins, *static_cast<const T*>(value)));
+    [](StandIns& stand_ins, const void* value, void* at) {
+      new (at) T(stood_in(stand_ins, *static_cast<const T*>(value)));
     },
     &destroy_value<T>};
 
 // Where the values of parameters lie.
-template <class... Params> constexpr std::array<size_t, sizeof...(Params) + 1> places() {
+template <class... Params> constexpr std::array<size_t, sizeof...(Params) + 1> offsets() {
   constexpr size_t sizes[] = {sizeof(Params)..., 0};
   std::array<size_t, sizeof...(Params) + 1> out{};
   for (size_t i = 0; i < sizeof...(Params); ++i)
@@ -124,19 +125,21 @@ template <class... Params> constexpr std::array<size_t, sizeof...(Params) + 1> p
         (out[i] + sizes[i] + alignof(std::max_align_t) - 1) & ~(alignof(std::max_align_t) - 1);
   return out;
 }
-template <class... Params> inline constexpr auto kPlaces = places<Params...>();
+template <class... Params> inline constexpr auto kOffsets = offsets<Params...>();
 template <class R, class... Params, size_t... I> void call_with(
     std::index_sequence<I...>, R (*body)(Params...), const std::byte* values, Computation* out) {
-  constexpr auto& at = kPlaces<Params...>;
-  if constexpr (std::is_void_v<R>) body(*reinterpret_cast<const Params*>(values + at[I])...);
-  else *out = body(*reinterpret_cast<const Params*>(values + at[I])...);
+  static_assert(((alignof(Params) <= alignof(std::max_align_t)) && ...));
+  constexpr auto& at = kOffsets<Params...>;
+  if constexpr (std::is_void_v<R>)
+    body(*std::launder(reinterpret_cast<const Params*>(values + at[I]))...);
+  else *out = body(*std::launder(reinterpret_cast<const Params*>(values + at[I]))...);
 }
 
 // The parameters of a body. Type: ParameterType, or that of another reader.
 template <class Type> struct ParameterList {
   size_t count;
   const Type* const* types;
-  const size_t* places;  // the last one: the size of all
+  const size_t* offsets;  // the last one: the size of all
   void (*call)(void (*body)(), const std::byte* values, Computation* out);
 };
 template <class R, class... Params>
@@ -147,13 +150,13 @@ void call_erased(void (*body)(), const std::byte* values, Computation* out) {
 template <class... Params>
 inline constexpr const ParameterType* kTypes[] = {&kParameterType<Params>..., nullptr};
 template <class R, class... Params> inline constexpr ParameterList<ParameterType> kParameters{
-    sizeof...(Params), kTypes<Params...>, kPlaces<Params...>.data(), &call_erased<R, Params...>};
+    sizeof...(Params), kTypes<Params...>, kOffsets<Params...>.data(), &call_erased<R, Params...>};
 
 // The values of a call.
 template <class Type> class ParameterValues {
  public:
   explicit ParameterValues(const ParameterList<Type>& list)
-      : list_(&list), memory_(new std::byte[list.places[list.count]]) {}
+      : list_(&list), memory_(new std::byte[list.offsets[list.count]]) {}
   ParameterValues(ParameterValues&& other) noexcept
       : list_(other.list_),
         memory_(std::move(other.memory_)),
@@ -161,7 +164,7 @@ template <class Type> class ParameterValues {
   ~ParameterValues() {
     while (made_) --made_, list_->types[made_]->destroy(at(made_));
   }
-  // make(type, place, index) makes the value of each parameter.
+  // make(type, address, index) makes the value of each parameter.
   template <class Make> void make(Make make) {
     for (; made_ < list_->count; ++made_) make(*list_->types[made_], at(made_), made_);
   }
@@ -174,7 +177,7 @@ template <class Type> class ParameterValues {
   }
 
  private:
-  void* at(size_t index) const { return memory_.get() + list_->places[index]; }
+  void* at(size_t index) const { return memory_.get() + list_->offsets[index]; }
 
   const ParameterList<Type>* list_;
   std::unique_ptr<std::byte[]> memory_;
