@@ -16,7 +16,7 @@ from harness.models import quantize
 from harness.models.quantize import Spec
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
@@ -119,11 +119,11 @@ def test_biases_that_only_the_checkpoint_has(scheme):
     assert distance(layer(x.npu()), exact) < torch.finfo(dtype).eps
 
 
-def norms(config, *biases, reader="gate"):
+def norms(config, *biases, reader="gate", of=RMSNorm):
     """A model of norms with these biases, and a layer without one."""
     model = torch.nn.Module()
     for number, bias in enumerate(biases):
-        norm = build(lambda: RMSNorm(IN), config)
+        norm = build(lambda: of(IN), config)
         model.add_module(f"layernorm{number}", load(norm, {"bias": bias}))
     model.mlp = torch.nn.Module()
     layer = build(lambda: ReplicatedLinear(IN, 4, bias=False), config)
@@ -131,13 +131,14 @@ def norms(config, *biases, reader="gate"):
     return model
 
 
+@pytest.mark.parametrize("of", [RMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("residual", [None, torch.ones(5, IN)], ids=["alone", "residual"])
-def test_biases_of_norms_are_added(residual):
+def test_biases_of_norms_are_added(residual, of):
     config = ModelSlimConfig(
         {"a.layernorm.bias": "FLOAT", "a.layernorm.weight": "FLOAT", "x.weight": STATIC}
     )
     bias = torch.linspace(-1, 1, IN).half()
-    model = norms(config, bias, torch.zeros(IN))
+    model = norms(config, bias, torch.zeros(IN), of=of)
     norm, other = model.layernorm0, model.layernorm1
     config.check_loaded(model)
     assert other.bias is None  # It was zero.

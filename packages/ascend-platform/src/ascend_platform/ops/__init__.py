@@ -8,12 +8,10 @@ from ascend_platform import host
 def register() -> None:
     """Import the modules of the fused operators that this process's chip has, which registers them
     as vLLM's layers."""
-    from ascend_platform.ops import layernorm  # noqa: F401
+    from ascend_platform.ops import gemma_layernorm, layernorm  # noqa: F401
 
     register_value_heads()
     family = host.chip_family()
-    if not family.lacks("npu_gemma_rms_norm"):
-        from ascend_platform.ops import gemma_layernorm  # noqa: F401
     if not family.lacks("npu_swiglu"):
         from ascend_platform.ops import activation  # noqa: F401
     if not family.lacks("npu_mrope"):

@@ -6,13 +6,18 @@ Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_d
 torch_npu wheel.
 """
 
+from typing import Any
+
 import torch
 import torch_npu
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
+from ascend_platform import host
+from ascend_platform.ops.layernorm import BiasedNorm, Normed
+
 
 @GemmaRMSNorm.register_oot
-class NPUGemmaRMSNorm(GemmaRMSNorm):
+class NPUGemmaRMSNorm(GemmaRMSNorm, BiasedNorm):
     """RMSNorm with the weight ``1 + weight`` by npu_gemma_rms_norm, which takes contiguous inputs
     of the weight's dtype.
 
@@ -20,12 +25,18 @@ class NPUGemmaRMSNorm(GemmaRMSNorm):
     dtype only, to which ``1 + weight`` would have to be rounded.
     """
 
-    def forward_oot(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_fused = not host.chip_family().lacks("npu_gemma_rms_norm")
+        self.make_bias(self.weight)
+
+    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """``rms_norm(x) * (1 + weight)``; with a residual of x, that of ``x + residual``, and the
         sum."""
-        if self.weight.dtype != x.dtype:
+        return self.with_bias(self._without_bias(x, residual))
+
+    def _without_bias(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+        if not self.is_fused or self.weight.dtype != x.dtype:
             return self.forward_native(x, residual)
         if residual is not None:
             x = x + residual

@@ -16,14 +16,34 @@ from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 
 from ascend_platform import host
 
+Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The result, and the sum with a residual if there is one."""
 
-@RMSNorm.register_oot
-class NPURMSNorm(RMSNorm):
-    """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole
-    last dimension."""
+
+class BiasedNorm(torch.nn.Module):
+    """A norm that adds a bias in ModelSlim checkpoints whose outliers are shifted."""
 
     bias: torch.nn.Parameter | None
-    """Added to the result: of a ModelSlim checkpoint whose outliers are shifted."""
+
+    def make_bias(self, weight: torch.Tensor | None) -> None:
+        """Make the parameter, like ``weight``, if the checkpoint being loaded has biases of norms."""
+        config, bias = get_current_vllm_config_or_none(), None
+        has_biases = config and getattr(config.quant_config, "norm_biases", False)
+        if weight is not None and has_biases:
+            bias = torch.nn.Parameter(torch.zeros_like(weight), requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    def with_bias(self, made: Normed) -> Normed:
+        """``made``, of the same dtype, with the bias added to the result."""
+        if self.bias is None:
+            return made
+        return (made[0] + self.bias, made[1]) if isinstance(made, tuple) else made + self.bias
+
+
+@RMSNorm.register_oot
+class NPURMSNorm(RMSNorm, BiasedNorm):
+    """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole
+    last dimension."""
 
     quantizing: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
     """With a residual, in the place of npu_add_rms_norm (``ops/norm_quant.py``), or None."""
@@ -33,24 +53,14 @@ class NPURMSNorm(RMSNorm):
         lacking = host.chip_family().lacks("npu_rms_norm", "npu_add_rms_norm")
         self.quantizing = None
         self.is_fused = not lacking and self.has_weight and self.variance_size_override is None
-        config, bias = get_current_vllm_config_or_none(), None
-        if self.has_weight and config and getattr(config.quant_config, "norm_biases", False):
-            bias = torch.nn.Parameter(torch.zeros_like(self.weight), requires_grad=False)
-        self.register_parameter("bias", bias)
+        self.make_bias(self.weight if self.has_weight else None)
 
-    def forward_oot(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """``rms_norm(x)``; with a residual of x, that of ``x + residual``, and the sum. All ``[...,
         hidden]``."""
-        made = self._without_bias(x, residual)
-        if self.bias is None:
-            return made
-        return (made[0] + self.bias, made[1]) if isinstance(made, tuple) else made + self.bias
+        return self.with_bias(self._without_bias(x, residual))
 
-    def _without_bias(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def _without_bias(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
         weight = self.weight
         if not self.is_fused or x.dtype != weight.dtype:
             return self.forward_native(x, residual)

@@ -32,7 +32,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.layernorm import NPURMSNorm
+from ascend_platform.ops.layernorm import BiasedNorm
 from ascend_platform.quantization.base import Layout
 from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts, matrices_of
@@ -229,7 +229,7 @@ class ModelSlimConfig(QuantizationConfig):
     def _check_biases(self, modules: dict[str, torch.nn.Module]) -> None:
         """Refuse layers that lack the bias which undoes that of an RMSNorm (anti-outlier), as
         AutoWeightsLoader drops it."""
-        norms = [each for each in modules.values() if isinstance(each, NPURMSNorm)]
+        norms = [each for each in modules.values() if isinstance(each, BiasedNorm)]
         for norm in norms:
             norm.bias = norm.bias if norm.bias is not None and norm.bias.any() else None
         if all(norm.bias is None for norm in norms):
