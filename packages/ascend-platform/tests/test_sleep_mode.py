@@ -194,12 +194,12 @@ def test_wake_up_that_fails_can_be_repeated(worker, monkeypatch, function):
     torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
 
 
-def test_all_ranks_sleep_or_none():
+def test_all_ranks_sleep_and_wake_or_none():
     """Two stages of two ranks. Only the last raises, so that vLLM's executor has read all
     responses."""
     program = str(Path(__file__).with_name("sleeping_ranks.py"))
     done = npus.run(4, sys.executable, program, VLLM_PLUGINS="", timeout=300)
-    for rank, (refused, slept) in enumerate(npus.by_name(done)["sleep"]["ranks"]):
+    for rank, (refused, slept, failed) in enumerate(npus.by_name(done)["sleep"]["ranks"]):
         assert refused == {
             "raised": "the KV cache is still being read" if rank == 3 else "",
             "state": "RUNNING",
@@ -207,6 +207,8 @@ def test_all_ranks_sleep_or_none():
             "weights": 1 << 20,
         }
         assert slept == refused | {"raised": "", "state": "SUSPENDED"}
+        raised = "no free memory" if rank == 3 else ""
+        assert failed == slept | {"raised": raised, "told": []}
 
 
 def test_freed_tensors_free_their_segments(worker):

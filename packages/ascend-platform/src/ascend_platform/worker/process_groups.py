@@ -97,8 +97,18 @@ def _engine_groups() -> list[GroupCoordinator]:
     return [get_tp_group(), get_pcp_group(), get_pp_group()]
 
 
-def is_last_rank() -> bool:
-    return all(group.is_last_rank for group in _engine_groups())
+@contextlib.contextmanager
+def raising_on_last_rank() -> Iterator[None]:
+    """Suppress exceptions on all ranks of the engine but the last, for failures that all ranks have.
+
+    vLLM's multiprocessing executor reads the ranks' responses up to the first failure, and would
+    take the others for those of its next call.
+    """
+    try:
+        yield
+    except Exception:
+        if all(group.is_last_rank for group in _engine_groups()):
+            raise
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class VirtualMemoryBackend(SleepModeBackend):
 
         Raises:
             RefusedError: sleep mode is not enabled, or memory is being read by others.
-            RuntimeError: on the engine's last rank, any rank's error; no memory is freed.
+            RuntimeError: another rank's error; no memory is freed.
         """
         self._free({"weights": level != 1, "kv_cache": True})
 
@@ -64,16 +64,21 @@ class VirtualMemoryBackend(SleepModeBackend):
         Raises:
             ValueError: a tag is neither ``weights`` nor ``kv_cache``.
             torch.OutOfMemoryError: the memory is in use; a later call restores the rest.
+            RuntimeError: another rank's error.
         """
+        tags = [*_check_tags(tags or TAGS)]
         self._state = "RESUMING"
-        torch.npu.empty_cache()
-        for tag in _check_tags(tags or TAGS):
-            self._memory.restore(tag)
-        if self._memory.is_asleep():
+        try:
+            with process_groups.agreement():
+                torch.npu.empty_cache()
+                for tag in tags:
+                    self._memory.restore(tag)
+        except Exception:
             self._state = "SUSPENDED"
-            return
-        self._state = "RUNNING"
-        notify_awake(True)
+            raise
+        self._state = "SUSPENDED" if self._memory.is_asleep() else "RUNNING"
+        if self._state == "RUNNING":
+            notify_awake(True)
 
     @classmethod
     def preserves_communicators(cls) -> bool:
@@ -88,11 +93,7 @@ class VirtualMemoryBackend(SleepModeBackend):
         return True
 
     def _free(self, discarded: dict[str, bool]) -> None:
-        """Free these tags, and discard their contents or not, on all ranks or on none.
-
-        A failure is raised on the last rank only: vLLM's multiprocessing executor reads the ranks'
-        responses up to the first failure, and would take the others for those of its next call.
-        """
+        """Free these tags, and discard their contents or not, on all ranks or on none."""
         try:
             with process_groups.agreement():
                 if self._memory.is_empty():
@@ -110,9 +111,7 @@ class VirtualMemoryBackend(SleepModeBackend):
             # Contents that are discarded are lost, and the engine must not go on without them.
             if not (self._memory.is_asleep() and discarded.get("weights")):
                 self.resume()
-            if process_groups.is_last_rank():
-                raise
-            return
+            raise
         self._state = "SUSPENDED"
 
     def _parameters(self) -> Iterator[torch.Tensor]:

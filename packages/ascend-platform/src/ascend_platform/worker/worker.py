@@ -245,6 +245,20 @@ class NPUWorker(Worker):
         weakref.finalize(self, stop_metrics)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
+    # All ranks fail if one does (worker/sleep_mode.py).
+
+    def sleep(self, level: int = 1) -> None:
+        with process_groups.raising_on_last_rank():
+            super().sleep(level)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        with process_groups.raising_on_last_rank():
+            super().discard(tags)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        with process_groups.raising_on_last_rank():
+            super().wake_up(tags)
+
     def checkpoint_prepare(self) -> None:
         """Refuse checkpointing of the worker process.
 
