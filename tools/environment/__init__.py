@@ -327,18 +327,23 @@ def _can_install(requirement: str, python: Path, *options: str) -> bool:
 
 
 def _install_workspace() -> None:
-    uv, settings = find_uv()
     packages = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
     editable = [argument for package in packages for argument in ("--editable", package)]
-    _run(
+    _pip_install(
         f"installing the {len(packages)} packages of the workspace",
-        [uv, "pip", "install", "--quiet", "--python", PYTHON, "--no-deps", *editable],
-        settings,
         "check packages/*/pyproject.toml",
+        *editable,
     )
     # As in install(): editable packages would be compiled by each process, too.
     sources = [*ROOT.glob("packages/*/src"), ROOT / "harness"]
     subprocess.run([PYTHON, "-m", "compileall", "-q", *sources], check=False)
+
+
+def _pip_install(what: str, advice: str, *arguments: str | Path) -> None:
+    """Install into .venv without dependencies."""
+    uv, settings = find_uv()
+    command = [uv, "pip", "install", "--quiet", "--python", PYTHON, "--no-deps", *arguments]
+    _run(what, command, settings, advice)
 
 
 def install_emulator_libs() -> None:
@@ -346,19 +351,7 @@ def install_emulator_libs() -> None:
     of other sources do no harm: the emulator compiles then."""
     name = "ascend-emulator-libs"
     if _can_install(name, PYTHON, "--no-index"):
-        uv, settings = find_uv()
-        command = [
-            uv,
-            "pip",
-            "install",
-            "--quiet",
-            "--python",
-            PYTHON,
-            "--no-deps",
-            "--no-index",
-            name,
-        ]
-        _run(f"installing {name}", command, settings, "check the find-links location")
+        _pip_install(f"installing {name}", "check the find-links location", "--no-index", name)
 
 
 def _start_compiling_emulator() -> None:
