@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ascend_platform.transfer.errors import printable
+from ascend_platform.transfer.rpc import MAX_PORT
 
 from ascend_kv_connector.p2p.protocol import MAX_RANKS
 from ascend_kv_connector.p2p.transfers import Source
 
-MAX_PORT = 65535
 MAX_ABORTED = 1024
 """Requests that one ``aborted_request`` may name."""
 

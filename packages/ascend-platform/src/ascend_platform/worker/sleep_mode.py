@@ -66,12 +66,12 @@ class VirtualMemoryBackend(SleepModeBackend):
             torch.OutOfMemoryError: the memory is in use; a later call restores the rest.
             RuntimeError: another rank's error.
         """
-        tags = [*_check_tags(tags or TAGS)]
+        chosen = _check_tags(tags or TAGS)
         self._state = "RESUMING"
         try:
             with process_groups.agreement():
                 torch.npu.empty_cache()
-                for tag in tags:
+                for tag in chosen:
                     self._memory.restore(tag)
         except Exception:
             self._state = "SUSPENDED"
