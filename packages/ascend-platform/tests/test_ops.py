@@ -16,7 +16,7 @@ from ascend_platform.ops import (
     tensor_parallel,
 )
 from ascend_platform.overrides import guard
-from ascend_platform.worker import rotary_tables
+from ascend_platform.worker import loading, rotary_tables
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding as rotary_of_vllm
 from vllm.model_executor.layers import vocab_parallel_embedding
@@ -219,6 +219,20 @@ def test_rotary_embedding(dtype, neox, head_size, rotary_dim):
 LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 
 
+def with_rotary_table(length, scaling=None):
+    """A model with one layer of attention and a rotary table for `length` positions."""
+    attention = torch.nn.Module()
+    config = VllmConfig()
+    config.model_config = types.SimpleNamespace(max_model_len=length)  # for LongRoPE
+    with set_current_vllm_config(config):
+        attention.rotary_emb = rotary_of_vllm.get_rope(
+            64, length, True, {"rope_theta": 10000.0, **(scaling or {})}, torch.float32
+        )
+    attention.attn = Attention.__new__(Attention)
+    torch.nn.Module.__init__(attention.attn)
+    return torch.nn.Sequential(attention)
+
+
 @pytest.mark.parametrize(
     ("scaling", "rows"),
     [
@@ -250,16 +264,7 @@ LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 )
 def test_requests_longer_than_the_rotary_table_are_refused(scaling, rows):
     """vLLM's limit of a request is max_position_embeddings for each of these."""
-    attention = torch.nn.Module()
-    config = VllmConfig()
-    config.model_config = types.SimpleNamespace(max_model_len=256)  # for LongRoPE
-    with set_current_vllm_config(config):
-        attention.rotary_emb = rotary_of_vllm.get_rope(
-            64, 256, True, {"rope_theta": 10000.0, **scaling}, torch.float32
-        )
-    attention.attn = Attention.__new__(Attention)
-    torch.nn.Module.__init__(attention.attn)
-    model = torch.nn.Sequential(attention)
+    model = with_rotary_table(256, scaling)
     rotary_tables.check(model, rows)
     with pytest.raises(
         ValueError,
@@ -270,8 +275,25 @@ def test_requests_longer_than_the_rotary_table_are_refused(scaling, rows):
     ):
         rotary_tables.check(model, rows + 1)
     # Without a KV cache: positions of an image.
-    vision = torch.nn.Sequential(torch.nn.Sequential(attention.rotary_emb))
+    vision = torch.nn.Sequential(torch.nn.Sequential(model[0].rotary_emb))
     rotary_tables.check(vision, rows + 1)
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["V1", "V2"])
+def test_drafters_may_have_shorter_contexts_with_v1(is_v2):
+    """V2 drafts at each position of the target."""
+    runner = types.SimpleNamespace(max_model_len=512, get_model=lambda: with_rotary_table(512))
+    drafter = types.SimpleNamespace(model=with_rotary_table(128))
+    if is_v2:
+        runner.speculator = drafter
+        with pytest.raises(ValueError, match="the drafter's rotary embedding has 128 positions"):
+            list(loading.ModelMixin._check_positions(runner))
+        return
+    runner.drafter, runner.effective_drafter_max_model_len = drafter, 128
+    assert len(list(loading.ModelMixin._check_positions(runner))) == 2
+    runner.effective_drafter_max_model_len = 129
+    with pytest.raises(ValueError, match="the drafter's rotary embedding has 128 positions"):
+        list(loading.ModelMixin._check_positions(runner))
 
 
 def test_rotary_subclasses_are_fused():

@@ -3,6 +3,7 @@
 """Steps of both model runners when a model is loaded: NPU forms of layers, rotary tables, adapters
 and weights."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,10 +83,7 @@ class ModelMixin:
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
         model = self.get_model()
-        drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
-        drafter = getattr(drafter, "model", None)
-        for each in (model, drafter) if isinstance(drafter, torch.nn.Module) else (model,):
-            rotary_tables.check(each, self.max_model_len)
+        for each in self._check_positions():
             if not compiled and self.lora_config is None and selector.is_fused(self.vllm_config):
                 self._separate_projections(each)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
@@ -117,6 +115,17 @@ class ModelMixin:
             indexer.install(layers, own.index_cache == "int8")
             if own.latent_cache == "int8":
                 indexer.quantize_latents(layers)
+
+    def _check_positions(self: Any) -> Iterator[torch.nn.Module]:
+        """The model, then the drafter, each with positions for its longest request."""
+        rotary_tables.check(model := self.get_model(), self.max_model_len)
+        yield model
+        drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
+        if isinstance(model := getattr(drafter, "model", None), torch.nn.Module):
+            # V1 stops drafting where the drafter's context ends.
+            length = getattr(self, "effective_drafter_max_model_len", self.max_model_len)
+            rotary_tables.check(model, min(length, self.max_model_len), is_drafter=True)
+            yield model
 
     def _keeps_weights(self: Any) -> bool:
         layers = self.get_model().modules()

@@ -10,13 +10,16 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from ascend_platform.errors import RefusedError
 
 
-def check(model: torch.nn.Module, max_model_len: int) -> None:
+def check(model: torch.nn.Module, max_model_len: int, is_drafter: bool = False) -> None:
     """Refuse a model whose attention has a cosine and sine cache with fewer rows than a request may
     have positions.
 
     An NPU ends the process at a position outside of the cache; vLLM takes ``--max-model-len`` from
     ``max_position_embeddings`` and the rows of YaRN's cache from
     ``original_max_position_embeddings`` and ``factor``.
+
+    Args:
+        is_drafter: for the message.
 
     Raises:
         RefusedError: the rows and the limit, in one line.
@@ -34,9 +37,10 @@ def check(model: torch.nn.Module, max_model_len: int) -> None:
         elif getattr(layer, "use_long_rope", False):
             rows = layer.long_short_cos_sin_cache.shape[0] - layer.original_max_position_embeddings
         if rows < max_model_len:
+            owner = "drafter's " if is_drafter else ""
             raise RefusedError(
-                f"the rotary embedding has {rows} positions (with YaRN,"
+                f"the {owner}rotary embedding has {rows} positions (with YaRN,"
                 " original_max_position_embeddings x factor) and --max-model-len is"
-                f" {max_model_len}; fix: --max-model-len {rows}, or correct the model's rope"
+                f" {max_model_len}; fix: --max-model-len {rows}, or correct the {owner}rope"
                 " parameters"
             )
