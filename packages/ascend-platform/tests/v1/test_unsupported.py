@@ -11,10 +11,13 @@ from ascend_platform import extension
 from ascend_platform.worker.v1 import unsupported
 
 
-def config(method, **uses):
+def config(method, stages=1, **uses):
     methods = ("dflash", "gemma4_mtp")
     asked = {f"use_{name}": functools.partial(uses.get, name, False) for name in methods}
-    return types.SimpleNamespace(speculative_config=types.SimpleNamespace(method=method, **asked))
+    return types.SimpleNamespace(
+        speculative_config=types.SimpleNamespace(method=method, **asked),
+        parallel_config=types.SimpleNamespace(pipeline_parallel_size=stages),
+    )
 
 
 @pytest.mark.parametrize("name", unsupported.DRAFTS)
@@ -40,3 +43,11 @@ def test_verifications_are_refused_by_name_and_reason(name):
         extension.RefusedError, match=rf"method {name} of [^\n]+ not supported: [^\n]+; fix: "
     ):
         unsupported.check(asked)
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "mtp", "ngram", "ngram_gpu"])
+def test_pipelines_are_refused_with_each_method(method):
+    with pytest.raises(
+        extension.RefusedError, match=rf"with {method} in 2 pipeline stages [^\n]+; fix: "
+    ):
+        unsupported.check(config(method, stages=2))

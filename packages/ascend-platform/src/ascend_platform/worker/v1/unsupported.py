@@ -37,6 +37,15 @@ def check(vllm_config: Any) -> None:
             f"speculative decoding with {name} is not supported: {DRAFTS[name]}; fix: choose"
             " another method"
         )
+    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        # vLLM makes the drafter in the last stage and reads it in all (V1, gpu_model_runner.py);
+        # its drafters with layers number them from those of one stage.
+        raise RefusedError(
+            f"speculative decoding with {config.method} in {stages} pipeline stages is not"
+            " supported by the V1 model runner; fix: --pipeline-parallel-size 1 with a larger"
+            " --tensor-parallel-size, leave --speculative-config out, or n-grams with the V2"
+            " model runner"
+        )
     if (verification := getattr(config, "rejection_sample_method", "")) in VERIFICATIONS:
         raise RefusedError(
             f"rejection_sample_method {verification} of speculative decoding is not supported:"
