@@ -23,6 +23,7 @@ def reference(
     sinks: torch.Tensor | None = None,
     causal: bool = True,
     images: Sequence[tuple[int, int]] = (),
+    sqrt: bool = False,
 ) -> torch.Tensor:
     """query ``[tokens, heads, d]`` at the end of key and value ``[length, kv_heads, d]``; float64.
     Tokens between the first and last positions of an image attend to each other in both
@@ -34,7 +35,8 @@ def reference(
         scores = cap * (scores / cap).tanh()
     after = torch.arange(len(key)) - torch.arange(len(key) - len(query), len(key))[:, None]
     if slopes is not None:
-        scores = scores + slopes.double().view(-1, 1, 1) * after
+        bias = -(-after.double()).clamp(min=0).sqrt() if sqrt else after
+        scores = scores + slopes.double().view(-1, 1, 1) * bias
     if causal:
         image = torch.zeros(len(key), dtype=torch.long)
         for number, (low, high) in enumerate(images, 1):

@@ -193,10 +193,21 @@ PUBLISHED = {
     "TeleChat3ForCausalLM": "llama",
     "MiMoForCausalLM": "qwen2",
     "ExaoneMoEForCausalLM": "exaone_moe",
+    "Rnj1ForCausalLM": "gemma3_text",
+    "Step1ForCausalLM": "llama",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "Qwen2_5OmniModel": "qwen2_5_omni",
 }
 """Model types of transformers with the layers of an architecture that has another name there."""
+
+
+OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    # Its other layers attend in chunks, which vLLM has for Triton only.
+    "Rnj1ForCausalLM": {"layer_types": ["full_attention"] * 4},
+    # vLLM divides the hidden size by the heads.
+    "Step1ForCausalLM": {"head_dim": 32},
+}
+"""Values of the configuration for an architecture of :data:`PUBLISHED`."""
 
 
 def families() -> dict[str, str]:
@@ -253,8 +264,31 @@ def _rename(path: Path, names: dict[str, str]) -> None:
     save_file(found, path, {"format": "pt"})
 
 
-def write(kind: str, path: Path) -> None:
-    """Write a model of a type with random weights."""
+def give_square_roots(model: Any) -> None:
+    """Let a Llama of transformers attend by ALiBi with square roots of the distance instead of
+    rotations, like Step-1."""
+    import torch
+
+    heads = model.config.num_attention_heads
+    slopes = (2.0 ** (-8 / heads)) ** torch.arange(1, heads + 1)
+    rotate, forward = model.model.rotary_emb.forward, model.model.forward
+
+    def unrotated(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rotate(*args, **kwargs)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    def biased(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        positions = torch.arange(input_ids.shape[1])
+        distance = (positions[:, None] - positions).float()
+        bias = -slopes.view(-1, 1, 1) * distance.clamp(min=0).sqrt()
+        bias = bias.masked_fill(distance < 0, torch.finfo(torch.float32).min)
+        return forward(input_ids, **(kwargs | {"attention_mask": bias[None]}))
+
+    model.model.rotary_emb.forward, model.model.forward = unrotated, biased
+
+
+def write(kind: str, path: Path, **values: Any) -> None:
+    """Write a model of a type with random weights; values are of the configuration."""
     import torch
     import transformers
 
@@ -267,7 +301,7 @@ def write(kind: str, path: Path) -> None:
         # as latent attention has in transformers
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **(chosen | SPECIAL.get(kind, {})))
+    config = transformers.AutoConfig.for_model(kind, **(chosen | SPECIAL.get(kind, {}) | values))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if (

@@ -83,11 +83,13 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
     if kind in FAMILIES:
         return outcome_with_media(architecture, kind, path)
     try:
-        registry.write(kind, path)
+        registry.write(kind, path, **registry.OF_ARCHITECTURE.get(architecture, {}))
         # sdpa leaves out soft caps
         exact = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        if architecture == "Step1ForCausalLM":
+            registry.give_square_roots(exact)
         registry.publish(kind, path)
         registry.name_published(path, architecture)
     except Exception as error:

@@ -68,6 +68,8 @@ BEYOND = {
     "wide window": {"sliding_window": 100},
     "soft cap": {"logits_soft_cap": 1.5},
     "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.1, 0.02]},
+    "ALiBi of square roots": {"alibi_slopes": [1.5, 0.5, 0.1, 0.02], "use_alibi_sqrt": True},
+    "no chunks": {"chunk_lookback": -1},
     "sinks": {"sinks": torch.tensor([0.5, 3.0, -1.0, 2.0])},
     "all": {
         "sliding_window": 24,
@@ -100,6 +102,7 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, size=32, **be
         "window": beyond.get("sliding_window"),
         "cap": beyond.get("logits_soft_cap"),
         "sinks": beyond.get("sinks"),
+        "sqrt": beyond.get("use_alibi_sqrt", False),
     }
     bound = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(

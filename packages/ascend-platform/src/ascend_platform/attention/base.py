@@ -109,6 +109,10 @@ class AttentionBackendBase:
         return True
 
 
+_UNUSED = {"chunk_lookback": -1}
+"""Values of arguments of vLLM's layers that request nothing, other than None."""
+
+
 class AttentionImplBase:
     """Mixin for vLLM's ``AttentionImpl``: a constructor that raises for features that are not in
     ``serves``.
@@ -156,6 +160,8 @@ class AttentionImplBase:
         """
         uses_dcp = getattr(self, "dcp_world_size", 1) > 1
         sinks = extra.pop("sinks", None)
+        # Passed to backends whose supports_alibi_sqrt says that they support it.
+        self.alibi_sqrt = bool(extra.pop("use_alibi_sqrt", False))
         requested = {
             AttentionFeature.ALIBI: alibi_slopes is not None,
             AttentionFeature.SLIDING_WINDOW: sliding_window is not None,
@@ -166,7 +172,7 @@ class AttentionImplBase:
             requested[of_type] = True
         needed = [feature for feature, is_requested in requested.items() if is_requested]
         refused = [feature.value for feature in needed if feature not in self.serves]
-        refused += [name for name, value in extra.items() if value is not None]
+        refused += [name for name, value in extra.items() if value != _UNUSED.get(name)]
         if uses_dcp and not getattr(self, "supports_dcp", False):
             refused.append("decode context parallelism")
         elif uses_dcp and needed:

@@ -255,6 +255,8 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             scores = scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         if self.alibi_slopes is not None:
             slopes = _on_device(tuple(self.alibi_slopes), query.device)
+            if self.alibi_sqrt:
+                distance = distance.neg().clamp_(min=0).float().sqrt_().neg_()
             scores += slopes.view(1, -1, 1, 1) * distance.unsqueeze(1)
         scores = scores.masked_fill_(mask.unsqueeze(1), float("-inf"))
         # A sink is a score without a value: it only adds to the softmax's denominator.
@@ -281,6 +283,11 @@ class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Whether the bias of ALiBi may be proportional to the square root of the distance."""
         return True
 
     @classmethod

@@ -72,11 +72,15 @@ def _lacking(backend: Any) -> list[str]:
     return host.chip_family().lacks(*getattr(backend.get_impl_cls(), "operators", ()))
 
 
+_WITH_ALIBI = ("Step1ForCausalLM",)
+"""Architectures with ALiBi that vLLM's ``ModelConfig.uses_alibi`` does not know."""
+
+
 def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
     backend = resolve_obj_by_qualname(path)
     # vLLM passes these only to the layer; AttentionSelectorConfig lacks them.
     requested = []
-    if model is not None and model.uses_alibi:
+    if model is not None and (model.uses_alibi or model.architecture in _WITH_ALIBI):
         requested.append(AttentionFeature.ALIBI)
     if model is not None and getattr(model.hf_text_config, "attn_logit_softcapping", None):
         requested.append(AttentionFeature.LOGITS_SOFT_CAP)
