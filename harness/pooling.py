@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import multimodal
-from harness.models import model_types
+from harness.models import hybrid, model_types
 
 NO, YES = "n", "y"
 """Tokens by whose logits a decoder scores."""
 TWO = {"classifier_from_token": [NO, YES]}
 SIZE = 64
 """Size of a token's embedding."""
+LABELS = 3
 
 
 class Pooling(NamedTuple):
@@ -61,6 +62,10 @@ def _one(model: Any, hidden: Any, _weights: dict[str, Any]) -> Any:
     return _logits(model, hidden)[1:].sigmoid()
 
 
+def _labels(_model: Any, hidden: Any, weights: dict[str, Any]) -> Any:
+    return hidden[-1] @ weights["score.weight"].T  # vLLM's default for this architecture
+
+
 RERANKER = {"is_original_qwen3_reranker": True} | TWO
 ONE = {"classifier_from_token": [YES], "method": "no_post_processing", "num_labels": 1}
 CASES: dict[str, Pooling] = {
@@ -88,6 +93,9 @@ CASES: dict[str, Pooling] = {
     "bge-reranker-v2-gemma": Pooling(
         "gemma", "classify", "GemmaForSequenceClassification", ONE, _one
     ),
+    "Jamba": Pooling(
+        "jamba", "classify", "JambaForSequenceClassification", {"num_labels": LABELS}, _labels
+    ),
 }
 """By the name of a published model that is served like this."""
 TEXTS = ["1+1=", "what is it?", "how many of them are there, and where?", "is it so"]
@@ -110,7 +118,12 @@ def case(name: str, directory: Path) -> dict[str, Any]:
             # vLLM reverses two images, as the document's comes before the query's.
             made["prompts"] = made["prompts"][:2]
     else:
-        _write(pooling.model_type, path)
+        if name in hybrid.MODELS:
+            hybrid.make(name, directory)
+            _add_weights(name, path)
+        else:
+            _write(pooling.model_type, path)
+        model_types.tokenizer().save_pretrained(path)
         prompts = [model_types.tokenizer()(text)["input_ids"] for text in TEXTS]
         made = {"name": name, "model": str(path), "ranks": pooling.ranks, "dtype": "float32"}
         made |= {"prompts": prompts, "media": ""}
@@ -127,7 +140,6 @@ def _write(kind: str, path: Path) -> None:
     config = transformers.AutoConfig.for_model(kind, **model_types.COMMON | {"head_dim": 32})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
-    model_types.tokenizer().save_pretrained(path)
 
 
 def _own_weights(name: str) -> dict[str, Any]:
@@ -142,6 +154,8 @@ def _own_weights(name: str) -> dict[str, Any]:
     if CASES[name].architecture == "JinaVLForRanking":
         shapes = {"score.0.weight": (size, size), "score.0.bias": (size,)}
         shapes |= {"score.2.weight": (1, size), "score.2.bias": (1,)}
+    if name in hybrid.MODELS:
+        shapes = {"score.weight": (LABELS, hybrid.COMMON["hidden_size"])}
     return {key: torch.randn(shape) * 0.1 for key, shape in shapes.items()}
 
 
@@ -150,6 +164,8 @@ def _add_weights(name: str, path: Path) -> None:
 
     file = path / "model.safetensors"
     save_file(load_file(file) | _own_weights(name), file, {"format": "pt"})
+    if not has_media(name):
+        return
     stored = json.loads((path / "config.json").read_text())
     # vLLM reads them from this part, and transformers does not write them there.
     stored["text_config"] |= {"tie_word_embeddings": False}

@@ -25,6 +25,7 @@ SERVED = {
     "FalconMambaForCausalLM": "state-space",
     "Mamba2ForCausalLM": "state-space",
     "JambaForCausalLM": "state-space",
+    "JambaForSequenceClassification": "state-space",
     "GraniteMoeHybridForCausalLM": "state-space",
     "FalconH1ForCausalLM": "state-space",
     "NemotronHForCausalLM": "state-space",
