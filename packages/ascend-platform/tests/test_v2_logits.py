@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.kernels.v2 import gumbel, logits_processors, thinking_budget
+from ascend_platform.kernels.v2 import logits_processors, thinking_budget
 from ascend_platform.kernels.v2.device_step import DeviceStep
 from ascend_platform.kernels.v2.step import running
+from ascend_platform.sampling import noise
 from harness.v2_batches import device
 
 VOCABULARY, ROWS, WIDTH = 70, 6, 64
@@ -250,7 +251,7 @@ def murmur3(*words: int) -> int:
 
 def test_noise_is_the_hash_of_seed_position_and_token() -> None:
     seeds, positions = [11, -(1 << 62) - 12345, (1 << 63) - 1], [0, 129, 1 << 30]
-    found = gumbel.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
+    found = noise.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
     wanted = [
         [
             -math.log1p(-(murmur3(seed, seed >> 32, position, token) + 0.5) * 2**-32)
@@ -261,3 +262,5 @@ def test_noise_is_the_hash_of_seed_position_and_token() -> None:
     torch.testing.assert_close(
         found.cpu().double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-9
     )
+    on_host = noise.hash_seeds_on_host(np.array(seeds))
+    assert on_host.tolist() == noise.hash_seeds(device(seeds, torch.int64)).tolist()

@@ -7,11 +7,16 @@ FALSE_ALARM is the probability that a correct sampler fails with other seeds.
 """
 
 import functools
+import random
+import types
 
+import numpy
 import pytest
 import torch
 from ascend_platform.overrides import guard
+from ascend_platform.worker.v1 import sampling_step, topk_topp
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import rejection_sample
 
 REQUESTS, DRAFTS, WORDS = 8000, 3, 10
@@ -23,7 +28,7 @@ def kernels():
     guard.install("v1", "kernels.v1.rejection")
 
 
-def metadata(temperature, generators=None):
+def metadata_of(temperature, generators=None):
     return SamplingMetadata(
         temperature=temperature,
         all_greedy=False,
@@ -89,7 +94,7 @@ def sampled(kind):
         probabilities,
         logits.float().repeat(REQUESTS, 1).to("npu"),
         torch.full((REQUESTS, 1), 9, device="npu"),
-        metadata(torch.ones(REQUESTS, device="npu")),
+        metadata_of(torch.ones(REQUESTS, device="npu")),
     )
     return logits, drafts, out.cpu().long()
 
@@ -116,24 +121,52 @@ def test_wrong_distribution_is_detected():
         check(out[:, 0], (logits[0] * 1.1).softmax(-1))
 
 
-def test_seed_is_reproducible():
+def test_seeded_tokens_do_not_depend_on_drafts(monkeypatch):
+    """Any drafts, and any division of the positions into steps, give the tokens that the sampler
+    gives without drafts."""
+
+    def sample(positions, drafts, generators):
+        """Tokens ``[requests, columns]`` of a step with these positions of its logits."""
+        rows = torch.tensor(positions, device="npu")
+        batch = types.SimpleNamespace(top_k_cpu=numpy.full(len(rows), WORDS), num_reqs=len(rows))
+        fields = {"input_batch": batch, "positions": torch.arange(length, device="npu")}
+        runner = types.SimpleNamespace(**fields, logits_indices=rows)
+        step = sampling_step.SamplingStep(runner, drafts)
+        monkeypatch.setattr(sampling_step, "current", lambda: step)
+        if drafts is None:
+            return sampler(logits[rows], generators, None, None)[0]
+        bonus = sampler(logits[rows][drafts.bonus_logits_indices], generators, None, None)[0]
+        arguments = drafts.draft_token_ids, drafts.num_draft_tokens, DRAFTS
+        return topk_topp.rejection_sample(
+            *(*arguments, drafts.cu_num_draft_tokens, None),
+            *(logits[rows][drafts.target_logits_indices], bonus[:, None]),
+            metadata_of(torch.ones(len(bonus), device="npu"), generators),
+        )
+
     torch.manual_seed(0)
-    logits = torch.randn(DRAFTS * 2, WORDS).to("npu")
-
-    def once(noise):
-        torch.npu.manual_seed_all(noise)
-        generator = torch.Generator(device="npu").manual_seed(5)
-        return rejection_sample(
-            torch.tensor([3, 1, 4, 3, 1, 4], dtype=torch.int32, device="npu"),
-            [DRAFTS] * 2,
-            DRAFTS,
-            torch.tensor([3, 6], dtype=torch.int32, device="npu"),
-            None,
-            logits.clone(),
-            torch.full((2, 1), 9, device="npu"),
-            metadata(torch.ones(2, device="npu"), {0: generator}),
-        ).tolist()
-
-    answers = [once(noise) for noise in range(12)]
-    assert len({str(first) for first, _ in answers}) == 1
-    assert len({str(second) for _, second in answers}) > 1
+    length, rng = 300, random.Random(0)
+    logits = torch.randn(length, WORDS).to("npu")
+    sampler = topk_topp.NPUTopKTopPSampler(TopKTopPSampler("raw_logprobs"))
+    own = torch.Generator("npu").manual_seed(5)
+    wanted = sample(range(length), None, dict.fromkeys(range(length), own)).tolist()
+    got, accepted = [], 0
+    while len(got) + DRAFTS < length:
+        at, count = len(got), rng.randrange(DRAFTS + 1)
+        drafts = [
+            wanted[at + each] if rng.random() < 0.7 else rng.randrange(-1, WORDS)
+            for each in range(count)
+        ]
+        # The second request has no seed.
+        metadata = types.SimpleNamespace(
+            draft_token_ids=torch.tensor([*drafts, 1], dtype=torch.int32, device="npu"),
+            num_draft_tokens=[count, 1],
+            cu_num_draft_tokens=torch.tensor([count, count + 1], dtype=torch.int32, device="npu"),
+            target_logits_indices=torch.tensor([*range(count), count + 1], device="npu"),
+            bonus_logits_indices=torch.tensor([count, count + 2], device="npu"),
+        )
+        out = sample([*range(at, at + count + 1), 3, 4], metadata, {0: own})
+        tokens = [token for token in out[0].tolist() if token >= 0]
+        accepted += len(tokens) - 1
+        got += tokens
+    assert got == wanted[: len(got)]
+    assert accepted > 50

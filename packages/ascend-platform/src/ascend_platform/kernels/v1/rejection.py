@@ -30,7 +30,7 @@ def expand(
     torch.index_select(values, 0, request_of_token(cu_num_tokens, output.shape[0]), out=output)
 
 
-def _write_accepted(
+def write_accepted(
     output: torch.Tensor,
     cu_num_draft_tokens: torch.Tensor,
     tokens: torch.Tensor,
@@ -96,7 +96,7 @@ def rejection_greedy_sample(
         tokens = torch.where(accepted, draft_token_ids.to(tokens.dtype), tokens)
     else:
         accepted = draft_token_ids == tokens
-    _write_accepted(output, cu_num_draft_tokens, tokens, accepted, bonus_token_ids, is_greedy)
+    write_accepted(output, cu_num_draft_tokens, tokens, accepted, bonus_token_ids, is_greedy)
 
 
 def _accept_synthetic(
@@ -150,7 +150,7 @@ def rejection_random_sample(
             accepted &= draft > 0
         accepted &= target_probs.gather(1, column).squeeze(1) >= bound
     tokens = torch.where(accepted, draft_token_ids, recovered_token_ids.to(draft_token_ids.dtype))
-    _write_accepted(output, cu_num_draft_tokens, tokens, accepted, bonus_token_ids, ~is_greedy)
+    write_accepted(output, cu_num_draft_tokens, tokens, accepted, bonus_token_ids, ~is_greedy)
 
 
 def sample_recovered_tokens(

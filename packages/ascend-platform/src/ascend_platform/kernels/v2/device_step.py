@@ -28,6 +28,7 @@ class DeviceStep(Step):
         looks_ahead: bool = False,
         is_greedy: bool = False,
         has_seeds: bool = True,
+        seeds_set: torch.Tensor | None = None,
     ) -> None:
         """Describe a step; see :class:`Step`.
 
@@ -36,7 +37,7 @@ class DeviceStep(Step):
             looks_ahead: whether a drafter reads the prompt's token after the step's.
         """
         self.counts_output, self.looks_ahead = counts_output, looks_ahead
-        self.is_greedy, self.has_seeds = is_greedy, has_seeds
+        self.is_greedy, self.has_seeds, self.seeds_set = is_greedy, has_seeds, seeds_set
         self.has_drafts, self.has_prefill = num_draft_tokens is not None, has_prefill
         self.num_tokens = int(num_scheduled_tokens.sum())
         self.one_token_each = bool((num_scheduled_tokens == 1).all()) and not self.has_drafts

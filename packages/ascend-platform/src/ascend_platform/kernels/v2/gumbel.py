@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Gumbel noise of the V2 runner, and sampling by it: vLLM's Triton kernels
-(``gpu/sample/gumbel.py``) in PyTorch.
+"""Sampling by Gumbel noise in the V2 runner: vLLM's Triton kernels (``gpu/sample/gumbel.py``) in
+PyTorch.
 
-The noise depends on a seed, a position and a token only, by vLLM's murmur3 hash.
-
-A request with a seed draws the same tokens in any batch, and those that vLLM draws on CUDA where
-the logits are the same.
+Without draft tokens a request with a seed gets the tokens that vLLM draws on CUDA where the logits
+are the same.
 """
 
-import functools
-
 import torch
-import torch_npu
 
-from ascend_platform.chips import chip
+from ascend_platform.sampling import noise
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""
@@ -23,79 +18,6 @@ DRAFT_SALT = 1 << 30
 ACCEPT_SALT = 1 << 29
 """Added to the positions at which draft tokens are accepted or not, for numbers other than those
 that sample the next token."""
-
-
-def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
-    """Exponential noise of the shape of `logits` from the device's generator, in one operator where
-    the chip has it."""
-    drawn = torch.empty_like(logits)
-    is_fused = chip().family.top_k_top_p and not use_fp64
-    return torch_npu.npu_sim_exponential_(drawn) if is_fused else drawn.exponential_()
-
-
-def exponential(
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_size: int,
-    steps: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Exponential noise, float32 ``[rows, vocab_size]``; seeds and positions are int64 ``[rows]``.
-
-    Draft steps ``[rows]`` change the upper halves of the seeds.
-    """
-    low, high = seeds.contiguous().view(torch.int32).view(-1, 2).unbind(1)
-    if steps is not None:
-        high = high ^ steps.to(torch.int32)
-    h = _mix(torch.zeros_like(low), low)
-    h = _mix(h, high)
-    h = _mix(h, positions.to(torch.int32))
-    h = _mixed(h[:, None], _token_keys(vocab_size, seeds.device))
-    h = _finish(h ^ 16)
-    high, low = _shift(h, 16), h & 0xFFFF
-    uniform = high.float() * 2**-16 + (low.float() + 0.5) * 2**-32
-    return torch.log1p(uniform.neg_()).neg_()
-
-
-def _signed(constant: int) -> int:
-    """An unsigned 32-bit constant as int32, in which the hash's multiplications wrap."""
-    return constant - (1 << 32) if constant >> 31 else constant
-
-
-def _shift(h: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int32 to the right by at least 8 bits.
-
-    The AI CPU computes shifts. Without its lowest 8 bits the number is exact in float32, in which
-    it is divided.
-    """
-    quotient = (h & -(1 << bits)).float().mul_(2.0**-bits).to(torch.int32)
-    return quotient.bitwise_and_((1 << (32 - bits)) - 1)
-
-
-def _rotate(h: torch.Tensor, bits: int) -> torch.Tensor:
-    return (h * (1 << bits)).add_(_shift(h, 32 - bits))
-
-
-def _key(value: torch.Tensor) -> torch.Tensor:
-    return _rotate(value * _signed(0xCC9E2D51), 15) * 0x1B873593
-
-
-def _mixed(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return _rotate(h ^ key, 13) * 5 + _signed(0xE6546B64)
-
-
-def _mix(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return _mixed(h, _key(value))
-
-
-def _finish(h: torch.Tensor) -> torch.Tensor:
-    h = (h ^ _shift(h, 16)) * _signed(0x85EBCA6B)
-    h = (h ^ _shift(h, 13)) * _signed(0xC2B2AE35)
-    return h ^ _shift(h, 16)
-
-
-@functools.lru_cache(maxsize=4)
-def _token_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
-    return _key(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 
 def gumbel_sample(
@@ -136,7 +58,7 @@ def gumbel_sample(
     logits = logits.float()
     if apply_temperature:
         logits = logits / torch.where(temperatures == 0, 1, temperatures)
-    drawn = exponential(seeds, places, logits.shape[1], steps).log_().neg_()
+    drawn = noise.exponential(seeds, places, logits.shape[1], steps).log_().neg_()
     return (logits + torch.where(temperatures == 0, 0, drawn)).argmax(-1)
 
 

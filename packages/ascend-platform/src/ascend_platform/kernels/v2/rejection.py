@@ -17,7 +17,7 @@ import torch
 from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel, watermark
 from ascend_platform.kernels.v2.step import current_step
-from ascend_platform.sampling import local_argmax
+from ascend_platform.sampling import local_argmax, noise
 
 
 def gather_draft_sampled(
@@ -85,7 +85,9 @@ def rejection_sample(
 
     A greedy request accepts what the target model would choose. Another accepts token x with
     probability min(1, p(x) / q(x)), and replaces a rejected one by a sample from max(p - q, 0);
-    without ``draft_logits``, and with fixed rates of acceptance, q is 1 for the draft token.
+    without ``draft_logits``, and with fixed rates of acceptance, q is 1 for the draft token. One
+    with a seed accepts what the target samples by the noise of the position, as it would without
+    drafts; the probability is p(x).
 
     Args:
         target_logits: ``[logits, vocab_size]``, with all sampling parameters applied.
@@ -114,6 +116,16 @@ def rejection_sample(
         accepted = _accept_random(rows, seed, pos, odds)
     else:
         accepted = rows.is_best
+    marks, is_seeded = None, None
+    if contexts is not None and watermarking is not None and watermark_key is not None:
+        marks = _Marks(watermark_key, contexts, watermarking, watermarking_skip_mask)
+    if samples and synthetic_conditional_rates is None:
+        is_seeded = _is_seeded(rows)
+    if is_seeded is not None:
+        hashes = noise.hash_seeds(seed).index_select(0, rows.states)
+        own = noise.sample(rows.logits, hashes, pos)
+        own = own if marks is None else marks.mark(own, rows.logits, rows.states)
+        accepted = torch.where(is_seeded, rows.drafted == own, accepted)
     accepted = accepted & (rows.drafted >= 0)
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
     indices = (cu_num_logits[:-1, None] + columns).clamp(max=len(target_logits) - 1)
@@ -127,12 +139,10 @@ def rejection_sample(
         logits = _resampling_logits(rows, odds, last, num_accepted < num_drafts)
         drawn = _noise(logits, seed, idx_mapping, pos.index_select(0, last), use_fp64)
         others = (logits - drawn.log_()).argmax(-1)
-        if contexts is not None and watermarking is not None and watermark_key is not None:
-            marked = watermark.draw(watermark_key, logits, contexts.index_select(0, last))
-            is_marked = watermarking.index_select(0, idx_mapping)
-            if watermarking_skip_mask is not None:
-                is_marked &= ~watermarking_skip_mask.index_select(0, last)
-            others = torch.where(is_marked, marked, others)
+        if marks is not None:
+            others = marks.mark(others, logits, idx_mapping, last)
+        if is_seeded is not None:
+            others = torch.where(is_seeded[last], own[last], others)
         tokens = torch.where(rows.temperatures.index_select(0, last) == 0, tokens, others)
     sampled = torch.where(is_kept, rows.drafted[indices], tokens[:, None])
     return sampled * (columns <= num_accepted[:, None]), (num_accepted + 1).int()
@@ -158,6 +168,46 @@ class _Rows(NamedTuple):
     @property
     def is_best(self) -> torch.Tensor:
         return self.drafted == self.best
+
+
+class _Marks(NamedTuple):
+    """What marks tokens with a watermark; see ``rejection_sample``.
+
+    Attributes:
+        skipped: which logits' contexts are repeated, bool ``[logits]``; None if that is not asked.
+    """
+
+    key: int
+    contexts: torch.Tensor
+    watermarking: torch.Tensor
+    skipped: torch.Tensor | None
+
+    def mark(
+        self,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        states: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Replace the tokens, sampled from logits, that are to be marked; ``rows`` of them are in
+        the attributes."""
+        contexts, skipped = self.contexts, self.skipped
+        if rows is not None:
+            contexts = contexts.index_select(0, rows)
+            skipped = None if skipped is None else skipped.index_select(0, rows)
+        is_marked = self.watermarking.index_select(0, states)
+        if skipped is not None:
+            is_marked &= ~skipped
+        return torch.where(is_marked, watermark.draw(self.key, logits, contexts), tokens)
+
+
+def _is_seeded(rows: _Rows) -> torch.Tensor | None:
+    """Which rows are of requests with a seed that are not greedy, bool ``[rows]``; None if none
+    are."""
+    step = current_step()
+    if not step.has_seeds or step.seeds_set is None:
+        return None
+    return step.seeds_set.index_select(0, rows.states) & (rows.temperatures != 0)
 
 
 class _Odds(NamedTuple):
@@ -188,7 +238,7 @@ class _Odds(NamedTuple):
 def _waiting(rows: _Rows, seed: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     """Exponential numbers ``[rows]`` that decide on acceptance: -log of uniform ones."""
     seeds = seed.index_select(0, rows.states)
-    return gumbel.exponential(seeds, pos.long() + gumbel.ACCEPT_SALT, 1)[:, 0]
+    return noise.exponential(seeds, pos.long() + gumbel.ACCEPT_SALT, 1)[:, 0]
 
 
 def _accept_random(rows: _Rows, seed: torch.Tensor, pos: torch.Tensor, odds: _Odds) -> torch.Tensor:
@@ -258,5 +308,5 @@ def _noise(
     use_fp64: bool,
 ) -> torch.Tensor:
     if not current_step().has_seeds:
-        return gumbel.unseeded(logits, use_fp64)
-    return gumbel.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
+        return noise.unseeded(logits, use_fp64)
+    return noise.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])

@@ -66,12 +66,14 @@ class Step:
         counts_output: whether a request has penalties, for which its output's tokens are counted.
         is_greedy: whether all requests are.
         has_seeds: whether a request has a seed of its own.
+        seeds_set: which requests have one, bool ``[states]``; None in a dummy run.
         has_drafts: whether a request has draft tokens.
         are_constants_shared: whether tensors that vLLM creates in each step, and only reads, are
             constants: in ``prepare_inputs`` only.
     """
 
     counts_output, is_greedy, has_seeds = True, False, True
+    seeds_set: torch.Tensor | None = None
     has_drafts = are_constants_shared = False
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:

@@ -182,11 +182,12 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 counts_output,
                 self._sent,
             )
-        of_sampler = {}
+        of_sampler: dict[str, Any] = {}
         if self.sampler is not None:  # for the rejection sampler
             sampling = self.sampler.sampling_states
             of_sampler["is_greedy"] = bool((sampling.temperature.np[rows] == 0).all())
             of_sampler["has_seeds"] = sampling.any_explicit_seed(rows)
+            of_sampler["seeds_set"] = self.sampler.seeds_set.gpu
         return DeviceStep(
             batch.num_scheduled_tokens,
             batch.has_prefill,
@@ -210,6 +211,21 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         if reads or (of_all is not prepared and self.block_tables.has_sliding_window_groups):
             step.write_lengths(of_all.idx_mapping, self.req_states.lengths)
         return prepared
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Like the base method, but do not count token 0 for prompts that are given as embeddings:
+        it stands for their unknown tokens."""
+        super().add_requests(scheduler_output)
+        penalties = None if self.sampler is None else self.sampler.penalties_state
+        for new in scheduler_output.scheduled_new_reqs:
+            if penalties is None or new.prompt_embeds is None:
+                continue
+            row = self.req_states.req_id_to_index[new.req_id]
+            ids = new.prompt_token_ids or []
+            are_ids = new.prompt_is_token_ids or [False] * len(ids)
+            has_zero = any(not each and is_id for each, is_id in zip(ids, are_ids, strict=True))
+            if penalties.use_penalty[row] and not has_zero:
+                penalties.prompt_bin_mask[row, 0].bitwise_and_(~1)
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         """Like the base method; an engine without tokens under the external launcher runs a dummy

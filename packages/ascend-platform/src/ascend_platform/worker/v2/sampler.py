@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from ascend_platform.kernels.v2 import gumbel
-from ascend_platform.sampling import local_argmax, topk_topp
+from ascend_platform.sampling import local_argmax, noise, topk_topp
 
 NUM_PROCESSORS = 3
 """vLLM's own logits processors: biases, penalties and bad words; a user's follow."""
@@ -32,14 +31,21 @@ class NPUSampler(Sampler):
 
     _has_new_requests = True
 
+    @functools.cached_property
+    def seeds_set(self) -> UvaBackedTensor:
+        """Whether each request has a seed of its own, bool ``[states]``."""
+        return UvaBackedTensor(len(self.needs_logits_processing), dtype=torch.bool)
+
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         super().add_request(req_idx, sampling_params)
+        self.seeds_set.np[req_idx] = sampling_params.seed is not None
         self._has_new_requests = True
 
     def apply_staged_writes(self) -> None:
         """Apply staged writes only if ``add_request`` or a custom logits processor staged any."""
         if self._has_new_requests or len(self.logits_processors) > NUM_PROCESSORS:
             super().apply_staged_writes()
+            self.seeds_set.copy_to_uva()
             self._has_new_requests = False
 
     def reads_positions(self, rows: np.ndarray) -> bool:
@@ -85,6 +91,25 @@ class NPUSampler(Sampler):
             input_batch = dataclasses.replace(input_batch, logits_indices=none)
         return super().__call__(logits, input_batch)
 
+    def apply_sampling_params(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        *arguments: Any,
+        skip_top_k_top_p: bool = False,
+    ) -> torch.Tensor:
+        """Like the base method, but mask with the operator, as :meth:`_sample_random` does: the
+        mask of a request does not depend on whether the step has draft tokens."""
+        mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
+        logits = super().apply_sampling_params(logits, *mappings, *arguments, skip_top_k_top_p=True)
+        if skip_top_k_top_p or not self.needs_logits_processing[idx_mapping_np].any():
+            return logits
+        states = self.sampling_states
+        k, p, *_ = states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np, logits.shape[1])
+        return topk_topp.mask(logits, k, p, states.top_k.np[idx_mapping_np])
+
     def _sample_random(
         self,
         processed_logits: torch.Tensor,
@@ -93,8 +118,7 @@ class NPUSampler(Sampler):
         pos: torch.Tensor,
         top_k: torch.Tensor | None,
         top_p: torch.Tensor | None,
-        has_topp_only_rows: bool,
-        use_fused_sampler: bool,
+        *_: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample one token for each row, int64 ``[rows]``."""
         states = self.sampling_states
@@ -107,14 +131,12 @@ class NPUSampler(Sampler):
         if is_greedy.any():
             temperatures = states.temperature.gpu.index_select(0, expanded_idx_mapping)
             drawn.masked_fill_((temperatures == 0)[:, None], 1)
+        has_seeds = states.any_explicit_seed(idx_mapping_np)
         top_k_np = states.top_k.np[idx_mapping_np]
-        if not self.use_fp64_gumbel and topk_topp.supports(top_k_np, states.vocab_size):
-            tokens, processed = topk_topp.top_k_top_p_sample(
-                logits, top_k, top_p, q=drawn, is_need_logits=needs_logits
-            )
-            return tokens, processed if needs_logits else logits
-        logits = apply_top_k_top_p(logits, top_k, top_p, has_topp_only_rows=has_topp_only_rows)  # type: ignore[call-arg]
-        return (logits - drawn.log_()).argmax(-1), logits
+        tokens, masked = topk_topp.sample(
+            logits, top_k, top_p, drawn, top_k_np, has_seeds, needs_logits
+        )
+        return tokens, logits if masked is None else masked
 
     def _noise(
         self,
@@ -126,8 +148,8 @@ class NPUSampler(Sampler):
         states = self.sampling_states
         if states.any_explicit_seed(idx_mapping_np):
             seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
-            return gumbel.exponential(seeds, pos, logits.shape[1]).to(logits.dtype)
-        return gumbel.unseeded(logits, self.use_fp64_gumbel)
+            return noise.exponential(seeds, pos, logits.shape[1]).to(logits.dtype)
+        return noise.unseeded(logits, self.use_fp64_gumbel)
 
 
 class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc]  # of vLLM 0.33
