@@ -26,10 +26,13 @@ from ascend_platform.worker import state_layers
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.v1 import topk_topp
 from ascend_platform.worker.v1.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.v1.embedded_prompts import EmbeddedPromptsMixin
 from ascend_platform.worker.v1.encoder_graphs import EncoderGraphMixin
 from ascend_platform.worker.v1.graph_sizes import GraphSizeMixin
 from ascend_platform.worker.v1.host_inputs import HostInputsMixin
 from ascend_platform.worker.v1.local_argmax import LocalArgmaxMixin
+from ascend_platform.worker.v1.sampling_step import SamplingStepMixin
+from ascend_platform.worker.v1.trimmed_drafts import TrimmedDraftsMixin
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 class NPUModelRunner(
     LocalArgmaxMixin,
+    SamplingStepMixin,
+    EmbeddedPromptsMixin,
+    TrimmedDraftsMixin,
     ModelMixin,
     HostInputsMixin,
     EncoderGraphMixin,
