@@ -80,7 +80,9 @@ def distribution(scores: Any, prompt: list[int], before: Any, options: dict[str,
     )
     seen = times > 0
     factor = torch.where(
-        seen.index_fill(1, torch.tensor(prompt), True), options.get("repetition_penalty", 1.0), 1.0
+        seen.index_fill(1, torch.tensor(prompt, dtype=torch.int64), True),
+        options.get("repetition_penalty", 1.0),
+        1.0,
     )
     scores = torch.where(scores > 0, scores / factor, scores * factor)
     scores -= (

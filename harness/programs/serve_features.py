@@ -44,7 +44,10 @@ COMMON: dict[str, Any] = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 256,
 }
-COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+COUNTS = {
+    name: f"vllm:spec_decode_num_{name}"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+} | {"preemptions": "vllm:num_preemptions"}
 
 
 def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRARequest | None]:
@@ -194,7 +197,7 @@ def serve(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     )
     steps = [perform(engine, step) for step in case["steps"]]
     found = {metric.name: metric for metric in engine.get_metrics()}
-    named = {count: found.get(f"vllm:spec_decode_num_{count}") for count in COUNTS}
+    named = {name: found.get(metric) for name, metric in COUNTS.items()}
     counts = {
         name: getattr(metric, "value", None) or getattr(metric, "values", None)
         for name, metric in named.items()
