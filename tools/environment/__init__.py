@@ -50,8 +50,9 @@ PIP_TO_UV = {
     "cert": ("SSL_CERT_FILE", " "),
 }
 
-# PyPI's torchvision for x86_64 is built for CUDA. Beside torch's CPU build its compiled operators are
-# missing, and its import registers shapes for two of them.
+# PyPI's torchvision for x86_64 is built for CUDA. Beside torch's CPU build its libraries cannot be
+# loaded, and its import registers shapes for two of their operators. Users install the CPU build
+# (docs/installation.md); tests need the Python code only.
 TORCHVISION_OPERATORS = """import torch
 if not hasattr(torch.ops.torchvision, "nms"):
     _operators = torch.library.Library("torchvision", "DEF")
@@ -122,7 +123,7 @@ def _wanted() -> dict[str, str]:
     contains its own path."""
     sources = (ROOT / "packages" / "ascend-emulator" / "src").rglob("*")
     return {
-        "requirements": _hash([REQUIREMENTS], str(ROOT)),
+        "requirements": _hash([REQUIREMENTS], str(ROOT), TORCHVISION_OPERATORS, "no libraries"),
         "workspace": _hash(
             sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("packages/*/*.pth")])
         ),
@@ -289,7 +290,11 @@ def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = (
 
 
 def define_torchvision_operators(venv: Path) -> None:
-    """Let torchvision be imported beside torch's CPU build, whatever it was built for."""
+    """Let torchvision be imported beside torch's CPU build, whatever it was built for: without its
+    libraries, which ascend-platform would refuse."""
+    for library in venv.glob("lib/python*/site-packages/torchvision/*.so"):
+        if b"libtorch_cuda.so" in library.read_bytes():
+            library.unlink()
     for path in venv.glob("lib/python*/site-packages/torchvision/_meta_registrations.py"):
         text = path.read_text()
         if not text.startswith(TORCHVISION_OPERATORS):

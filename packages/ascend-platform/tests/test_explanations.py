@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,9 @@ print("LINE", explain(ValueError(text + " for details.")))
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    fix = "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
+    pin = f"'torch=={version('torch').partition('+')[0]}'"
+    index = "--index-url https://download.pytorch.org/whl/cpu"
+    fix = f"pip install --upgrade torchvision {pin} {index}"
     line = f"LINE Qwen3_5ForCausalLM needs torchvision, which is not installed; fix: {fix}"
     assert line in done.stdout.splitlines()
 

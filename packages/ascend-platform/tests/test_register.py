@@ -173,7 +173,7 @@ def test_vllm_command_with_vllm_ascend_ends_in_one_line(vllm_ascend):
 
 CUDA = (
     "is the CUDA build, beside which importing torch_npu aborts the process; fix: pip install"
-    " --force-reinstall 'torch==2.13.0' --index-url https://download.pytorch.org/whl/cpu"
+    " --force-reinstall --no-deps 'torch==2.13.0' --index-url https://download.pytorch.org/whl/cpu"
 )
 
 

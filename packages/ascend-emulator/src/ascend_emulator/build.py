@@ -14,6 +14,7 @@ are empty (csrc/aten), which saves 3 s of each unit.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -303,11 +304,15 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     say = progress or cached.say_on_stderr
     versions = _versions()
     if (torch_dir() / "lib" / "libtorch_cuda.so").exists():
-        release = importlib.metadata.version("torch").partition("+")[0]
+        release, pins = importlib.metadata.version("torch").partition("+")[0], []
+        for name in ("torch", "torchvision", "torchaudio"):  # built for the same torch
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                version = importlib.metadata.version(name).partition("+")[0]
+                pins.append(f"'{name}=={version}'")
         raise BuildError(
             f"ascend-emulator: torch {release} is a CUDA build, beside which torch-npu aborts;"
-            f" torch's CPU build is supported; fix: pip install torch=={release}+cpu --index-url"
-            " https://download.pytorch.org/whl/cpu"
+            " torch's CPU build is supported; fix: pip install --force-reinstall --no-deps"
+            f" {' '.join(pins)} --index-url https://download.pytorch.org/whl/cpu"
         )
     if (prebuilt := _prebuilt(versions, say)) is not None:
         return prebuilt

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
@@ -22,8 +20,9 @@ from packaging.utils import canonicalize_name
 from ascend_platform.errors import Problem
 from ascend_platform.plugins import COMPONENTS
 
-_OPTION = b"pinned_reserve_segment_size_mb"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+BUILT_FOR_TORCH = ("torchvision", "torchaudio")
+"""Packages with libraries that are linked against those of one version of torch."""
 
 
 def version(distribution: str) -> str:
@@ -50,17 +49,26 @@ def declared(distribution: str) -> list[Requirement]:
 
 
 class Unmet(NamedTuple):
-    """A declared requirement that is not met. ``installed`` is the version found, or ""."""
+    """A declared requirement that is not met. ``installed`` is the version found, or "";
+    ``distribution`` is the wheel that declares it."""
 
     requirement: Requirement
     installed: str
+    distribution: str
 
     @property
     def problem(self) -> Problem:
-        """In words, with the command that installs what is required."""
+        """In words, with the command that installs what is required.
+
+        Wheels of this family are upgraded together: another version of one of them would not meet
+        the requirements of the others.
+        """
         wanted = _text(self.requirement)
         found = f"found {self.installed}" if self.installed else "which is not installed"
-        return Problem(f"requires {wanted}, {found}", install_command(self.requirement))
+        fix = install_command(self.requirement)
+        if self.requirement.name in COMPONENTS and self.installed:
+            fix = upgrade_command(self.distribution)
+        return Problem(f"requires {wanted}, {found}", fix)
 
 
 def all_unmet(distribution: str) -> Iterator[Unmet]:
@@ -68,7 +76,7 @@ def all_unmet(distribution: str) -> Iterator[Unmet]:
     for requirement in declared(distribution):
         installed = version(requirement.name)
         if not installed or not requirement.specifier.contains(installed, prereleases=True):
-            yield Unmet(requirement, installed)
+            yield Unmet(requirement, installed, distribution)
 
 
 def unmet(distribution: str) -> Problem | None:
@@ -83,40 +91,28 @@ def required_by_platform(name: str) -> Requirement:
     return next(of_platform, Requirement(name))
 
 
+def upgrade_command(*others: str) -> str:
+    """The command that upgrades all installed wheels of this family together, and others."""
+    family = ["vllm-ascend-all"] if version("vllm-ascend-all") else [*filter(version, COMPONENTS)]
+    names = dict.fromkeys((*family, *(each for each in others if each not in COMPONENTS)))
+    return f"pip install --upgrade {' '.join(names)}"
+
+
 def install_command(requirement: Requirement) -> str:
     """The command that installs a requirement.
 
     vLLM is built from source: its wheels are for CUDA and require CUDA packages. torch comes from
     PyTorch's index of CPU builds: on PyPI it is the CUDA build, beside which torch_npu cannot be
-    loaded.
+    loaded. Installed packages that are built for a version of torch are replaced together with it.
     """
-    install, index = "pip install", ""
+    install, index, others = "pip install", "", ""
     if requirement.name == "vllm":
         install = f"VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 {install} --no-binary vllm"
     elif requirement.name in ("torch", "torch-npu"):
         option = "--index-url" if requirement.name == "torch" else "--extra-index-url"
         index = f" {option} {CPU_INDEX}"
-    return f"{install} '{_text(requirement)}'{index}"
-
-
-def cuda_torch() -> Problem | None:
-    """torch's CUDA build beside torch_npu: both register one option of the allocator, and the
-    process aborts at import.
-
-    The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing
-    can catch it. A library of that name without the option, which some CPU builds have instead of
-    CUDA's, does no harm.
-    """
-    torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))
-    directories = torch and torch_npu and torch.submodule_search_locations
-    libraries = [Path(each, "lib", "libc10_cuda.so") for each in directories or ()]
-    if not any(each.exists() and _OPTION in each.read_bytes() for each in libraries):
-        return None
-    torch_version = version("torch")
-    effect = "beside which importing torch_npu aborts the process"
-    install = f"pip install --force-reinstall 'torch=={torch_version.partition('+')[0]}'"
-    found = f"torch {torch_version} is the CUDA build, {effect}"
-    return Problem(found, f"{install} --index-url {CPU_INDEX}")
+        others = "".join(f" {name}" for name in BUILT_FOR_TORCH if version(name))
+    return f"{install} '{_text(requirement)}'{others}{index}"
 
 
 @functools.cache

@@ -12,7 +12,6 @@ Python starts, which is the one earlier place, in vLLM's own commands only.
 import atexit
 import contextlib
 import functools
-import gc
 import os
 import signal
 import sys
@@ -21,8 +20,8 @@ from types import FrameType
 
 from ascend_platform import host
 from ascend_platform.errors import Problem
-from ascend_platform.plugins import requirements
-from ascend_platform.process import checks, explanations, failures
+from ascend_platform.plugins import builds, requirements
+from ascend_platform.process import checks, explanations, failures, startup
 
 _last = ""
 TRACKER_PATIENCE = 2.0  # seconds
@@ -34,7 +33,13 @@ def install() -> None:
 
     Python reads start-up files twice where lib64 is a link to lib; the second call does nothing.
     """
-    if problem := requirements.conflict() or requirements.cuda_torch() or _cpu_without_kernels():
+    checked = (
+        requirements.conflict,
+        builds.cuda_torch,
+        builds.cuda_extensions,
+        _cpu_without_kernels,
+    )
+    if problem := next(filter(None, (check() for check in checked)), None):
         sys.stderr.write(f"ascend-platform: {problem}\n")
         sys.stderr.flush()
         os._exit(1)  # While Python starts, SystemExit would be a fatal error with a traceback.
@@ -60,8 +65,7 @@ def install() -> None:
     failures.forget()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    # Otherwise Python's last garbage collection takes up to 2 s, with ctrl-C too.
-    atexit.register(gc.freeze)
+    startup.skip_last_collection()
     # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py).
     # The handler registered first, before torch_npu is imported, runs last.
     atexit.register(_print_last)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ascend_platform import host, plugins
 from ascend_platform.errors import RefusedError
-from ascend_platform.plugins import COMPONENTS, installed, requirements
+from ascend_platform.plugins import COMPONENTS, builds, installed, requirements
 from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 
 LONGEST = 600  # characters of another library's message
@@ -26,6 +26,7 @@ def explain(error: BaseException) -> str:
     explanations = (
         host.missing_library,
         _other_torch_npu,
+        _unusable_extension,
         _refusal,
         _no_platform,
         _port_in_use,
@@ -110,6 +111,16 @@ def _other_torch_npu(error: BaseException) -> str:
             version = requirements.version("torch-npu")
             return f"torch_npu {version} cannot be loaded ({_one_line(each)}): {problem}"
     return ""
+
+
+def _unusable_extension(error: BaseException) -> str:
+    """torchvision or torchaudio whose libraries cannot be loaded with this torch
+    (``torchvision/extension.py``, which hides why, and ``torchaudio/_extension``)."""
+    found = _search(error, r"operator (torchvision)::|/(torchaudio)/lib/")
+    if not found:
+        return ""
+    name = found[1] or found[2]
+    return str(builds.unusable_extensions() or builds.unloadable(name))
 
 
 def _refusal(error: BaseException) -> str:
@@ -310,9 +321,9 @@ def _missing_package(error: BaseException) -> str:
             importlib.import_module(getattr(model, "module_name", "vllm"))
         except ModuleNotFoundError as missing:
             name = (missing.name or "").partition(".")[0]
-            index = f" --index-url {requirements.CPU_INDEX}" if name.startswith("torch") else ""
-            found = f"{architecture} needs {name}, which is not installed"
-            return f"{found}; fix: pip install {name}{index}"
+            is_built_for_torch = name in requirements.BUILT_FOR_TORCH
+            fix = builds.install_command(name) if is_built_for_torch else f"pip install {name}"
+            return f"{architecture} needs {name}, which is not installed; fix: {fix}"
         except Exception:
             continue
     return ""

@@ -9,7 +9,7 @@ import os
 
 from ascend_platform import host
 from ascend_platform.logger import logger
-from ascend_platform.plugins import NOT_ACTIVATED, requirements
+from ascend_platform.plugins import NOT_ACTIVATED, builds, requirements
 from ascend_platform.process import environment
 
 
@@ -64,7 +64,7 @@ def _missing_device() -> str:
         return "torch_npu is not installed; fix: pip install torch-npu"
     if mismatch := requirements.unmet("torch-npu"):
         return f"torch_npu {requirements.version('torch-npu')} {mismatch}"
-    if problem := requirements.cuda_torch():
+    if problem := builds.cuda_torch():
         return str(problem)
     try:
         import torch_npu

@@ -5,9 +5,7 @@
 Without them vLLM's engine core outlives its API server, and a worker outlives rank 0.
 """
 
-import atexit
 import contextlib
-import gc
 import multiprocessing.connection
 import os
 import signal
@@ -17,6 +15,7 @@ import time
 from typing import Any
 
 from ascend_platform.logger import logger
+from ascend_platform.process import startup
 
 TCP_KEEPALIVE = 5, 5, 3  # TCP_KEEPIDLE and TCP_KEEPINTVL in seconds, TCP_KEEPCNT
 SIGTERM_GRACE = 10.0  # Seconds. A process that waits in C++ does not handle SIGTERM.
@@ -29,12 +28,11 @@ def exit_when_parent_exits() -> None:
 
     The parent may have exited before this call. It is not known yet where the platform is activated
     while multiprocessing unpickles the process's object, as in an engine core of ``vllm serve``.
-    The last garbage collection of such a process, at exit, leaves out all objects: it takes 1 to 2
-    s, for which the parent waits.
+    Such a process leaves out the last garbage collection, for which the parent waits.
     """
     if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
         threading.Thread(target=_watch_parent, name="ascend-parent", daemon=True).start()
-        atexit.register(gc.freeze)
+        startup.skip_last_collection()
 
 
 def _watch_parent() -> None:
