@@ -11,13 +11,15 @@ import json
 import os
 import pty
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from ascend_platform.plugins import requirements
+from ascend_platform.plugins import COMPONENTS, requirements
 from harness.distributions import write_metadata
 from harness.doctor import CLI, SOURCES, bad, examine, failing, run
 
@@ -129,7 +131,7 @@ def test_another_torch_npu(installed):
     assert found["requirements of ascend-platform"][1].startswith("pip install 'torch-npu")
     assert (
         found["requirements of torch-npu"][1]
-        == f"pip install 'torch==2.7.1' --index-url {requirements.CPU_INDEX}"
+        == f"pip install 'torch==2.7.1' torchvision --index-url {requirements.CPU_INDEX}"
     )
     assert "disabled" in found["ascend of ascend-platform 0.1.0"][0]
 
@@ -181,9 +183,8 @@ def test_the_cuda_build_of_torch(cuda_torch):
     assert status == 1
     found, fix = failing(lines)["torch"]
     assert "is the CUDA build, beside which importing torch_npu aborts" in found
-    assert (
-        fix == f"pip install --force-reinstall 'torch==2.13.0' --index-url {requirements.CPU_INDEX}"
-    )
+    install = "pip install --force-reinstall --no-deps 'torch==2.13.0'"
+    assert fix == f"{install} --index-url {requirements.CPU_INDEX}"
 
 
 def test_metadata_without_its_package(tmp_path):
@@ -275,7 +276,40 @@ def test_a_disabled_component(installed):
     assert status == 1
     found, fix = failing(lines)["ascend_attention of ascend-attention 9.0"]
     assert found.startswith("disabled: requires ascend-platform>=9, found 0.1.0")
-    assert fix == "pip install 'ascend-platform>=9'"
+    assert fix == "pip install --upgrade vllm-ascend-all"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "requires"),
+    [
+        ("ascend-platform", "0.2.0", []),
+        ("ascend-attention", "0.2.0", ["ascend-platform<0.3,>=0.2"]),
+    ],
+)
+def test_wheels_of_two_versions_have_one_fix(installed, name, version, requires):
+    """Whichever wheel is newer: no fix leaves another wheel with an unmet requirement."""
+    entry = COMPONENTS[name]
+    group = "platform" if entry == "ascend" else "general"
+    points = f"[vllm.{group}_plugins]\n{entry} = {name.replace('-', '_')}:register\n"
+    if entry == "ascend":  # Of two distributions with one name the first counts.
+        points += "[vllm_ascend.commands]\ndoctor = ascend_platform.cli.doctor:add\n"
+    _, lines = examine(path=[installed(name, version, requires, points)])
+    fixes = {fix for _, fix in failing(lines).values()}
+    assert fixes == {"pip install --upgrade vllm-ascend-all"}
+    assert len(failing(lines)) >= 2
+
+
+def test_another_project_s_component_is_upgraded_with_the_family(installed, monkeypatch):
+    monkeypatch.syspath_prepend(installed("my-wheel", "1.0", ["ascend-platform>=0.2"]))
+    fix = "pip install --upgrade vllm-ascend-all my-wheel"
+    assert requirements.unmet("my-wheel").fix == fix
+
+
+def test_without_the_meta_wheel_all_installed_ones_are_upgraded(monkeypatch):
+    versions = {"ascend-platform": "0.2.0", "ascend-patches": "0.1.0"}
+    monkeypatch.setattr(requirements, "version", lambda name: versions.get(name, ""))
+    command = "pip install --upgrade ascend-platform ascend-patches"
+    assert requirements.upgrade_command() == command
 
 
 def test_invalid_metadata_fails_the_check(installed):
@@ -342,6 +376,27 @@ def test_commands_import_no_heavy_modules(command):
     assert done.stderr == "[]\n"
 
 
+def test_a_misspelled_command_names_the_nearest():
+    done = run("docter", "--json")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "vllm-ascend: error: there is no command 'docter'; fix: vllm-ascend doctor"
+    )
+    assert "invalid choice: 'zzz' (choose from" in run("zzz").stderr
+
+
+@pytest.mark.parametrize("command", ["env", "plugins", "patches list"])
+def test_a_reader_that_ends_first_is_no_error(command):
+    """As `head` does; `true` ends before anything is written."""
+    program = [sys.executable, *CLI, *command.split()]
+    line = f"{shlex.join(program)} | true; echo ${{PIPESTATUS[0]}}"
+    environ = {**os.environ, "PYTHONPATH": SOURCES}
+    done = subprocess.run(
+        ["bash", "-c", line], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f"{128 + signal.SIGPIPE}\n", "")
+
+
 def test_plain_in_a_pipe_and_pretty_on_a_terminal():
     done = run("doctor", VLLM_TARGET_DEVICE="cpu")
     assert done.returncode == 1
@@ -388,8 +443,9 @@ def test_plugins_lists_states():
     assert plugins["ascend_patches"]["state"] == "active"
     assert plugins["ascend_attention"]["state"] == "off"
     table = run("plugins", VLLM_PLUGINS="ascend,ascend_patches").stdout
-    (line,) = [line for line in table.splitlines() if line.startswith("ascend_attention ")]
-    assert line.endswith("; fix: export VLLM_PLUGINS=ascend,ascend_patches,ascend_attention")
+    fixes = {line.partition("fix: ")[2] for line in table.splitlines() if "  off  " in line}
+    (fix,) = fixes - {""}
+    assert {*fix.removeprefix("export VLLM_PLUGINS=").split(",")} == {*COMPONENTS.values()}
 
 
 def test_env_shows_versions_and_hides_secrets():

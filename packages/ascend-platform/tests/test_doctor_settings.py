@@ -6,12 +6,13 @@ and ``--additional-config``.
 The faults are environment variables, process limits and mounted file systems.
 """
 
+import json
 import subprocess
 
 import pytest
 from ascend_platform import host
 from ascend_platform.cli import tuning
-from harness.doctor import bad, examine, failing
+from harness.doctor import bad, examine, failing, run
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from harness.doctor import bad, examine, failing
         ("", "fail", "no plugin load", "unset VLLM_PLUGINS"),
         (
             "ascend, ascend_attention",
-            "fail",
+            "warn",
             "spaces",
             "export VLLM_PLUGINS=ascend,ascend_attention",
         ),
@@ -45,6 +46,20 @@ def test_plugin_names(value, state, says, fix):
     line = lines["environment", "VLLM_PLUGINS"]
     assert (line[0], line[2], status) == (state, fix, int(state == "fail"))
     assert says in line[1]
+
+
+def test_each_fix_of_a_filter_is_the_same_and_works():
+    """Every filtered plugin that the fix allows shows it, and the value that it sets allows
+    them."""
+    for value in ("", "ascend_patches", "ascend,ascend_atention"):
+        found = json.loads(run("plugins", "--json", VLLM_PLUGINS=value).stdout)["plugins"]
+        (fix,) = {each["fix"] for each in found if each["state"] == "off"} - {""}
+        fixed = {"VLLM_PLUGINS": fix.partition("=")[2]} if "=" in fix else {}
+        after = json.loads(run("plugins", "--json", **fixed).stdout)["plugins"]
+        active = {each["name"] for each in after if each["state"] == "active"}
+        assert {each["name"] for each in found if each["fix"]} <= active
+    last = run("plugins", VLLM_PLUGINS=value).stdout.splitlines()[-1]
+    assert last == f"VLLM_PLUGINS: no plugin has the name ascend_atention; fix: {fix}"
 
 
 def test_filtered_component_warns_and_filtered_platform_fails():

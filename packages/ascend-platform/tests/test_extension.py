@@ -235,8 +235,8 @@ def test_transfer_is_the_recorded_one():
         ("1.0", None),
         ("1.2", None),
         ("1.6", None),
-        ("1.7", "ascend-platform"),
-        ("2.0", "ascend-platform"),
+        ("1.7", "vllm-ascend-all"),
+        ("2.0", "vllm-ascend-all"),
         ("0.9", "wheel-a"),
     ],
 )

@@ -127,7 +127,7 @@ def test_unchanged_vllm_of_another_version_is_taken(
             "vLLM 0.99.0 is not supported by ascend-platform 0.1.0: override"
             f" grouped_topk_router.grouped_topk: target {GROUPED} is missing:"
             f" {GROUPED.partition(':')[0]} does not define grouped_topk; fix: pip install --upgrade"
-            f" ascend-platform, or install an unedited release of {guard._supported()}"
+            f" vllm-ascend-all, or install an unedited release of {guard._supported()}"
         ),
         "",
     ]

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from ascend_platform import extension, host
+from ascend_platform.config import model_runner
+from ascend_platform.errors import RefusedError
 from ascend_platform.platform import NPUPlatform
-from ascend_platform.plugins import VARIABLES
+from ascend_platform.plugins import VARIABLES, requirements
+from ascend_platform.worker import runners
 from harness.configuration import engine_config
-from vllm.config import CompilationMode, CUDAGraphMode
+from packaging.version import Version
+from vllm.config import CompilationMode, CUDAGraphMode, KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.executor.ray_env_utils import get_driver_env_vars
@@ -226,6 +230,57 @@ def test_vllm_knows_the_family_s_environment_variables(monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_NO_SUCH_THING", "1")
     with pytest.raises(ValueError, match="VLLM_ASCEND_NO_SUCH_THING"):
         NPUPlatform.validate_environ(hard_fail=True)
+
+
+def test_a_misspelled_plugin_is_one_warning_of_a_start(model, monkeypatch, log_lines):
+    engine_config(model())  # with the plugins loaded
+    log_lines.clear()
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend,ascend_atention")
+    engine_config(model())
+    fix = "export VLLM_PLUGINS=ascend,ascend_attention"
+    line = f"VLLM_PLUGINS: no plugin has the name ascend_atention; fix: {fix}"
+    assert [each for each in log_lines if "VLLM_PLUGINS:" in each[1]] == [("WARNING", line)]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_with_kv_transfer_are_warned_of(
+    model, monkeypatch, log_lines, variable
+):
+    transfer = KVTransferConfig(kv_connector="AscendP2PConnector", kv_role="kv_both")
+    monkeypatch.setenv("VLLM_ASCEND_KV_SECRET", "sixteen bytes or more")
+    monkeypatch.setenv(variable, "page_size:1g, expandable_segments: True")
+    engine_config(model(), kv_transfer_config=transfer)
+    (warning,) = [text for level, text in log_lines if "expandable_segments" in text]
+    assert warning.startswith(f"{variable}=expandable_segments:True with --kv-transfer-config: ")
+    assert f"; fix: unset {variable}" in warning
+    log_lines.clear()
+    engine_config(model())
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    engine_config(model(), kv_transfer_config=transfer)
+    assert not [text for _, text in log_lines if "expandable_segments" in text]
+
+
+def test_without_the_v1_runner_the_line_says_what_is_needed(model, monkeypatch):
+    """As after the removal of V1 from ascend-platform."""
+    monkeypatch.setattr(runners, "has_v1", lambda: False)
+    monkeypatch.setattr(requirements, "version", lambda name: versions[name])
+    versions = {"ascend-platform": "0.2.0", "vllm": "0.32.0"}
+    with pytest.raises(RefusedError) as old:
+        model_runner._refuse_v1("V2 is supported from vLLM 0.33 on")
+    build = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
+    assert str(old.value) == (
+        "ascend-platform 0.2.0 has no V1 model runner, and its V2 model runner requires"
+        f" vllm>=0.33, found 0.32.0; fix: {build} 'vllm>=0.33'"
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(runners, "has_v1", lambda: False)
+    if Version(requirements.version("vllm")) < Version("0.33"):
+        with pytest.raises(ValueError, match="has no V1 model runner, and its V2 model runner"):
+            engine_config(model())
+        return
+    chosen = {"ascend": {"platform": {"model_runner": "v1"}}}
+    with pytest.raises(ValueError, match="requested by additional_config, is not part of"):
+        engine_config(model(), additional_config=chosen)
 
 
 def test_ray_leaves_each_node_its_own_and_keeps_what_is_given(model, monkeypatch):

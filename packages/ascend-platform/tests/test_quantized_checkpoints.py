@@ -311,7 +311,7 @@ def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypa
     (tmp_path / DESCRIPTION).write_text("{}")
     with pytest.raises(
         ValueError,
-        match=r"the model is quantized \(ascend\), .*; fix: pip install --upgrade ascend-platform",
+        match=r"the model is quantized \(ascend\), .*; fix: pip install --upgrade vllm-ascend-all",
     ):
         engine_config(directory)
     quantization.register.cache_clear()

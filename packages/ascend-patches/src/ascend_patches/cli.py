@@ -124,9 +124,8 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
         else:
             yield each.name, "ok", f"fits vLLM {version}", ""
     for row in extension.overrides():
-        if problem := row["problem"]:
-            fix = "pip install --upgrade ascend-platform, or install an unedited release of vLLM"
-            yield row["name"], "fail", problem, fix
+        if row["problem"]:
+            yield row["name"], "fail", row["problem"], row["fix"]
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -143,7 +143,8 @@ def overrides(tree: Path | None = None) -> list[dict[str, str]]:
 
     Returns:
         For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is
-        known), ``why``, ``remove_when`` and ``problem``, "" where vLLM's source is as supported.
+        known), ``why``, ``remove_when``, ``problem`` and its ``fix``, both "" where vLLM's source
+        is as supported.
     """
     from ascend_platform.overrides import table
 

@@ -21,8 +21,7 @@ from ascend_platform.cli import env_vars, plugins, tuning
 from ascend_platform.cli.result import Result, expect, fail, ok, warn
 from ascend_platform.config import options
 from ascend_platform.errors import RefusedError
-from ascend_platform.plugins import COMPONENTS, installed, requirements
-from ascend_platform.plugins.plugin_filter import PluginFilter
+from ascend_platform.plugins import COMPONENTS, builds, installed, requirements
 from ascend_platform.plugins.registry import State
 from ascend_platform.process import checks
 
@@ -123,10 +122,13 @@ def versions(arguments: argparse.Namespace) -> Iterator[Result]:
         elif host.package(top) is None:
             found = f"{version} according to its metadata, but there is no package {top}"
             yield fail(name, found, f"pip install --force-reinstall --no-deps {name}")
-        elif name == "torch" and (problem := requirements.cuda_torch()):
+        elif name == "torch" and (problem := builds.cuda_torch()):
             yield fail(name, *problem)
         else:
             yield ok(name, version)
+    if extensions := [*filter(requirements.version, requirements.BUILT_FOR_TORCH)]:
+        found = ", ".join(map(requirements.version, extensions))
+        yield expect(" and ".join(extensions), found, *builds.unusable_extensions() or ("", ""))
     wheels: dict[requirements.Problem | None, list[str]] = {}
     for name in ("torch-npu", *COMPONENTS, "vllm-ascend-all"):
         if requirements.version(name):
@@ -148,7 +150,7 @@ def installed_plugins(arguments: argparse.Namespace) -> Iterator[Result]:
         version = requirements.version("vllm-ascend")
         found = f"{version} is installed too; it has plugins of the same names, and vLLM loads one"
         yield fail("vllm-ascend", f"{found} of two", "pip uninstall -y vllm-ascend")
-    found_plugins, off = plugins.plugins(), list[str]()
+    found_plugins, off = plugins.plugins(), dict[str, str]()
     for plugin in found_plugins:
         title = f"{plugin.name} of {plugin.distribution} {plugin.version}"
         detail = f"{plugin.state}: {plugin.why}" if plugin.why else str(plugin.state)
@@ -158,11 +160,11 @@ def installed_plugins(arguments: argparse.Namespace) -> Iterator[Result]:
         if plugin.state == State.ACTIVE or (plugin.state == State.OFF and optional):
             yield ok(title, detail)
         elif plugin.state == State.OFF and plugin.name != "ascend":
-            off.append(plugin.name)
+            off[plugin.name] = plugin.fix
         else:
             yield fail(title, detail, plugin.fix)
     if off:
-        fix = PluginFilter.current().fix_to_allow(*off)
+        fix = next(filter(None, off.values()), "correct VLLM_PLUGINS")
         yield warn("filtered out by VLLM_PLUGINS", ", ".join(off), fix)
     if not any(plugin.distribution == "ascend-platform" for plugin in found_plugins):
         found = "ascend-platform has no entry point here"

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from ascend_platform.errors import did_you_mean
 from ascend_platform.plugins import requirements
 
 
@@ -19,8 +22,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A subcommand's entry point is a function that takes a parser, adds arguments to it and sets the
     default ``run``: a function from the parsed arguments to the exit status. The first line of its
     docstring is the help text. A ValueError or OSError that ``run`` raises is shown in one line,
-    with exit status 2.
+    with exit status 2. If the reader of a pipe ends first, as ``head`` does, nothing is shown, and
+    the status is that of a command that SIGPIPE ends.
     """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-ascend", description="Diagnostics and tools for vLLM on Ascend NPUs."
     )
@@ -36,9 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             print(f"vllm-ascend: {point.name} is not available: {why}", file=sys.stderr)
+    words = sys.argv[1:] if arguments is None else arguments
+    name = next((word for word in words if not word.startswith("-")), "")
+    near = did_you_mean(name, commands.choices)
+    if near and name not in commands.choices:
+        parser.error(f"there is no command {name!r}; fix: vllm-ascend {near}")
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"vllm-ascend: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from ascend_platform import host
 from ascend_platform.errors import Problem
 from ascend_platform.logger import logger
 from ascend_platform.plugins import COMPONENTS, installed, registry, requirements
-from ascend_platform.plugins.plugin_filter import PluginFilter
+from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 from ascend_platform.plugins.registry import State, Status
 
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
@@ -48,11 +48,12 @@ def plugins() -> list[Plugin]:
     """All platform plugins and general plugins of vLLM, with the states that they have in vLLM."""
     points = [(name, point) for name, point in installed.points() if point.group in GROUPS]
     last = {(point.group, point.name): name for name, point in points}
-    found = []
+    found, (fix, allowed) = [], _fix_filter()
     for name, point in points:
         status = _status(name, point, last[point.group, point.name])
         named = (point.name, point.group, name, requirements.version(name))
-        found.append(Plugin(*named, status.state, status.detail, status.fix))
+        fixed_by = fix if status.state == State.OFF and point.name in allowed else status.fix
+        found.append(Plugin(*named, status.state, status.detail, fixed_by))
     return sorted(found, key=lambda each: (GROUPS.index(each.group), each.name, each.distribution))
 
 
@@ -67,6 +68,16 @@ def unmet(distribution: str) -> Problem | None:
     return first.problem
 
 
+def _fix_filter() -> tuple[str, list[str]]:
+    """One command for all plugins that VLLM_PLUGINS filters out, and the names that it allows: it
+    corrects the value if that is wrong, and otherwise allows all installed components."""
+    filtered, known = PluginFilter.current(), installed.names()
+    if wrong := filtered.problem(known):
+        return wrong[0].fix, [*known] if not filtered.names else filtered.corrected(known)
+    names = [name for wheel, name in COMPONENTS.items() if requirements.version(wheel)]
+    return filtered.fix_to_allow(*names), names
+
+
 def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) -> Status:
     reinstall = f"pip install --force-reinstall --no-deps {distribution}"
     if last != distribution:
@@ -78,7 +89,7 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
         why = f"not listed in VLLM_PLUGINS={filtered.value!r}"
         if filtered.has_space_beside(point.name):
             why = "VLLM_PLUGINS has a space next to its name"
-        return Status(State.OFF, why, filtered.fix_to_allow(point.name))
+        return Status(State.OFF, why)
     # vLLM loads others whatever they require
     if distribution in COMPONENTS and (problem := unmet(distribution)):
         return Status(State.DISABLED, *problem)
@@ -91,7 +102,7 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
     except Exception as error:
         return Status(State.BROKEN, f"{type(error).__name__}: {error}", reinstall)
     if found.state == State.DISABLED:
-        fix = found.fix or f"pip install --upgrade {distribution}"
+        fix = found.fix or requirements.upgrade_command()
         return Status(found.state, found.detail, fix)
     return Status(State.ACTIVE, found.detail)
 
@@ -167,6 +178,8 @@ def _show_plugins(options: argparse.Namespace) -> int:
         named = (plugin.name, plugin.distribution, plugin.version, plugin.group)
         rows.append((*named, plugin.state, why))
     print("\n".join(table(rows)))
+    if wrong := PluginFilter.current().problem(installed.names()):
+        print(f"{VARIABLE}: {wrong[0]}")
     if absent:
         print(f"not installed: {', '.join(absent)}")
     return 0

@@ -16,6 +16,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 from vllm import envs
 
@@ -187,18 +188,14 @@ def check(vllm_config: VllmConfig) -> None:
 
     Raises:
         RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is
-        not, in one line.
+            not, in one line.
     """
     if vllm_config.model_config is None:
         return
     is_v2, why = choice(vllm_config)
     if not is_v2:
         if not runners.has_v1():
-            raise RefusedError(
-                f"the V1 model runner (requested by {why}) is not part of vLLM"
-                f" {requirements.version('vllm')} with ascend-platform"
-                f" {requirements.version('ascend-platform')}; fix: unset it"
-            )
+            _refuse_v1(why)
         guard.check("v1")
         runners.module("v1", "unsupported").check(vllm_config)
         return
@@ -210,10 +207,28 @@ def check(vllm_config: VllmConfig) -> None:
     guard.check("v2")
     if difference := launch_sites.difference():
         raise RefusedError(
-            f"the V2 model runner of vLLM {version} is not supported: {difference}; fix: use V1,"
-            " or an unedited release of a supported vLLM"
+            f"the V2 model runner of vLLM {version} is not supported: {difference}; fix:"
+            f"{' use V1, or' if runners.has_v1() else ''} install an unedited release of a"
+            " supported vLLM"
         )
     _refuse(_lacking(vllm_config), why)
+
+
+def _refuse_v1(why: str) -> None:
+    """Refuse the V1 runner where ascend-platform, or vLLM, has none: by vLLM's version, which V2
+    does not support, or by the user's choice."""
+    own = f"ascend-platform {requirements.version('ascend-platform')}"
+    version, since = requirements.version("vllm"), f"vllm>={launch_sites.SINCE}"
+    if Version(version) < Version(launch_sites.SINCE):
+        fix = requirements.install_command(Requirement(since))
+        raise RefusedError(
+            f"{own} has no V1 model runner, and its V2 model runner requires {since}, found"
+            f" {version}; fix: {fix}"
+        )
+    raise RefusedError(
+        f"the V1 model runner, requested by {why}, is not part of {own} with vLLM {version}; fix:"
+        " leave the choice of the runner out, which is V2 then"
+    )
 
 
 def publish(vllm_config: VllmConfig) -> None:
@@ -244,6 +259,6 @@ def _refuse(features: list[str], asked: str) -> None:
         named.append(f"{feature} (kernel {kernels[0]})" if kernels else feature)
     raise RefusedError(
         f"ascend-platform {requirements.version('ascend-platform')} does not support"
-        f" {', '.join(named)} with vLLM's V2 model runner ({asked}) yet; fix: use"
-        f" V1{'' if runners.has_v1() else ', which an earlier vLLM has'}"
+        f" {', '.join(named)} with vLLM's V2 model runner ({asked}) yet; fix:"
+        f" {'use V1' if runners.has_v1() else 'leave it out'}"
     )

@@ -108,7 +108,7 @@ def override(target: str, replacement: Any) -> None:
 
     Raises:
         RefusedError: the target is missing or has changed, or a module that the entry does not name
-        has imported it.
+            has imported it.
     """
     each = _entry(target)
     if target in _applied:
@@ -235,7 +235,7 @@ def _error(each: Override, problem: str) -> RefusedError:
     return RefusedError(
         f"vLLM {requirements.version('vllm')} is not supported by ascend-platform"
         f" {requirements.version('ascend-platform')}: override {each.name}: {problem};"
-        " fix: pip install --upgrade ascend-platform, or install an unedited release of"
+        f" fix: {requirements.upgrade_command()}, or install an unedited release of"
         f" {_supported()}{accept}"
     )
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 from ascend_platform import fingerprint
 from ascend_platform.overrides import launch_sites
 from ascend_platform.overrides.launch_sites import GPU, SINCE
+from ascend_platform.plugins import requirements
 
 TABLES = ("common", "states", "v1", "v2")
 """The tables; V1's is absent once its runner is no longer supported."""
@@ -28,19 +29,19 @@ class Override:
 
     Attributes:
         target: ``package.module:qualified.name`` of the definition, or of the module's own
-        ``torch``.
+            ``torch``.
         why: what fails on the NPU without it.
         remove_when: the condition under which the entry can be deleted.
         sources: fingerprints of the source that it was written for, by the first minor version of
-        vLLM that has that source.
-        by: the replacement, or what is added, as ``module:name`` below ``ascend_platform``; "" where
-        code decides it.
+            vLLM that has that source.
+        by: the replacement, or what is added, as ``module:name`` below ``ascend_platform``; ""
+            where code decides it.
         action: what is done to it: ``replaced``, ``entries added``, ``kernel registered``,
-        ``operator defined`` or ``used``.
+            ``operator defined`` or ``used``.
         compared: the target whose source is compared, where it is not ``target`` itself.
         replaced_in: the modules whose name is replaced, if it is not only the defining module.
         kept_in: modules, or packages, that import the name with ``from … import`` and keep vLLM's
-        own.
+            own.
     """
 
     target: str
@@ -69,7 +70,10 @@ class Override:
         """A row of the table of overrides; see ``extension.overrides``."""
         named = {name: getattr(self, name) for name in ("name", "target", "action")}
         reasons = {"why": self.why, "remove_when": self.remove_when}
-        return named | {"vllm": ", ".join(self.sources)} | reasons | {"problem": self.problem(tree)}
+        problem = self.problem(tree)
+        upgrade = f"{requirements.upgrade_command()}, or install an unedited release of vLLM"
+        found = {"problem": problem, "fix": upgrade if problem else ""}
+        return named | {"vllm": ", ".join(self.sources)} | reasons | found
 
     def problem(self, tree: Path | None = None) -> str:
         """The difference between a vLLM (of a source tree, or the installed one) and the supported

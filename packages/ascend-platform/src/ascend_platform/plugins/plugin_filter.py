@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ascend_platform.errors import Problem, did_you_mean
-from ascend_platform.plugins import COMPONENTS
+from ascend_platform.plugins import COMPONENTS, installed
 
 VARIABLE = "VLLM_PLUGINS"
 
@@ -43,8 +43,8 @@ class PluginFilter:
         return not self.allows(name) and name in self.names
 
     def fix_to_allow(self, *names: str) -> str:
-        """The command after which these plugins load as well."""
-        return _export([*self.names, *names])
+        """The command after which these plugins load as well, with misspelled names corrected."""
+        return _export([*self.corrected(installed.names()), *names])
 
     def problem(self, known: Collection[str]) -> tuple[Problem, bool] | None:
         """The error in the value, and whether it prevents the platform from loading.
@@ -55,19 +55,24 @@ class PluginFilter:
         if self.value is None:
             return None
         platform, names = COMPONENTS["ascend-platform"], self.names
-        unknown = [name for name in names if name not in known]
-        near = {name: did_you_mean(name, known, cutoff=0.8) for name in unknown}
-        fix = _export([platform, *(near.get(name, name) for name in names)])
+        is_off, fix = not self.allows(platform), _export(self.corrected(known))
         if not names:
             return Problem(f"{self.value!r} lets no plugin load", f"unset {VARIABLE}"), True
         if any(word != word.strip() for word in self.value.split(",")):
             found = f"{self.value!r} has spaces, which vLLM takes as part of the names"
-            return Problem(found, fix), True
-        is_off = platform not in names
-        if unknown:
+            return Problem(found, fix), is_off
+        if unknown := [name for name in names if name not in known]:
             return Problem(f"no plugin has the name {', '.join(unknown)}", fix), is_off
         found = f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU"
         return (Problem(found, fix), True) if is_off else None
+
+    def corrected(self, known: Collection[str]) -> list[str]:
+        """The platform's name and the listed ones, each unknown one replaced by the nearest known
+        one, or left out if there is none."""
+        near = (
+            name if name in known else did_you_mean(name, known, cutoff=0.8) for name in self.names
+        )
+        return [COMPONENTS["ascend-platform"], *near]
 
 
 def allowed(entry_point: str) -> bool:

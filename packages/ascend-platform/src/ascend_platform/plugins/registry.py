@@ -125,12 +125,14 @@ def _incompatible(distribution: str, api: str, later: Iterable[str]) -> Problem 
     own, wanted = ([*map(int, each.split("."))] for each in (API_VERSION, api))
     found = f"written for version {api} of ascend_platform.extension, found {API_VERSION}"
     if wanted[0] < own[0]:
-        return Problem(found, f"pip install --upgrade {distribution}")
+        is_ours = distribution in COMPONENTS
+        upgrade = f"pip install --upgrade {distribution}"
+        return Problem(found, requirements.upgrade_command() if is_ours else upgrade)
     if wanted > own:
-        return Problem(found, "pip install --upgrade ascend-platform")
+        return Problem(found, requirements.upgrade_command())
     if later:
         found = f"ascend_platform.extension.join takes no {', '.join(later)}"
-        return Problem(found, "pip install --upgrade ascend-platform")
+        return Problem(found, requirements.upgrade_command())
     return None
 
 

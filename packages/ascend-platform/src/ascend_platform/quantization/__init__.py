@@ -62,7 +62,7 @@ def check(method: str) -> None:
     if error := register():
         raise RefusedError(
             f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
-            f" {requirements.version('vllm')}: {error}; fix: pip install --upgrade ascend-platform"
+            f" {requirements.version('vllm')}: {error}; fix: {requirements.upgrade_command()}"
         ) from error
 
 

@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
-from ascend_platform.config import compilation
+from ascend_platform.config import allocator, compilation
 from ascend_platform.errors import RefusedError
 from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
@@ -126,7 +126,7 @@ class NPUWorker(Worker):
         Not with sleep mode, whose memory comes from pools, nor with KV transfer, which registers
         the cache's memory with transports that are not known to take memory of several mappings.
         """
-        if not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        if not allocator.is_set():
             transfers = self.vllm_config.kv_transfer_config is not None
             expands = not self.model_config.enable_sleep_mode and not transfers
             torch.npu.memory._set_allocator_settings(f"expandable_segments:{expands}")
@@ -264,7 +264,7 @@ class NPUWorker(Worker):
 
         Raises:
             NotImplementedError: always; CANN cannot checkpoint and restore a process with an open
-            NPU.
+                NPU.
         """
         found = "a process with an open NPU cannot be checkpointed"
         raise NotImplementedError(f"{found}; use sleep mode or start another process")
@@ -294,9 +294,9 @@ class NPUWorker(Worker):
         """
         if tag not in sleep_mode.TAGS or not self.model_config.enable_sleep_mode:
             return nullcontext()
-        if "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower():
+        if variable := allocator.expandable_by():
             raise RefusedError(
-                "sleep mode does not support PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; fix:"
+                f"sleep mode does not support {variable}=expandable_segments:True; fix:"
                 " unset it, or remove --enable-sleep-mode"
             )
         return self.sleep_mode_backend.pool(tag)
