@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 from ascend_emulator import build, limits
 from ascend_emulator.activation import parse_size
+from ascend_emulator.chips import chip
 
 SHOW = (
     "import os; print(*(os.environ.get('ASCEND_EMULATOR_' + n) for n in ('NPUS', 'SOC', 'MEMORY')))"
@@ -252,14 +254,28 @@ def test_cuda_build_of_torch_is_refused_in_a_line(run, tmp_path):
     (tmp_path / "torch" / "lib").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
+    info = tmp_path / "torchvision-9.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 9.8\n")
     done = run("build", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     version = importlib.metadata.version("torch").partition("+")[0]
     assert done.stderr.splitlines() == [
         f"ascend-emulator: torch {version} is a CUDA build, beside which torch-npu aborts; torch's"
-        f" CPU build is supported; fix: pip install torch=={version}+cpu --index-url"
-        " https://download.pytorch.org/whl/cpu"
+        f" CPU build is supported; fix: pip install --force-reinstall --no-deps 'torch=={version}'"
+        " 'torchvision==9.8' --index-url https://download.pytorch.org/whl/cpu"
     ]
+
+
+@pytest.mark.parametrize("printed", ["910B4-1", "ascend910b4-1", "Ascend910_9391", "310P3"])
+def test_a_chip_is_known_by_the_name_that_machines_print(printed):
+    assert printed.lower() in chip(printed).name.lower()
+
+
+def test_a_reader_that_ends_first_is_no_error():
+    command = f"{sys.executable} -m ascend_emulator.cli rules | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"{128 + signal.SIGPIPE}\n", "")
 
 
 def test_without_torch_npu_one_line_names_what_to_install():

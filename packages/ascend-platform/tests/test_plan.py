@@ -258,6 +258,33 @@ def test_drafts_cost_a_part_of_what_they_save():
 
 
 @pytest.mark.parametrize(
+    ("printed", "chip"),
+    [
+        ("910B3", "Ascend910B3"),
+        ("ascend910b4", "Ascend910B4"),
+        ("910B4-1", "Ascend910B4-1"),
+        ("Ascend910B4-1", "Ascend910B4-1"),
+        ("Ascend910B2C", "Ascend910B2"),
+        ("Ascend910_9391", "Ascend910_93"),
+        ("A3", "Ascend910_93"),
+        ("Ascend910C", "Ascend910_93"),
+        ("310P3", "Ascend310P3"),
+        ("Ascend310P", "Ascend310P3"),
+        # On A3 and on the first generation npu-smi prints this; A2 has five chips.
+        ("Ascend910", None),
+        ("910B", None),
+        ("A2", None),
+        ("", None),
+    ],
+)
+def test_names_that_machines_print(printed, chip):
+    figures = chips.figures_of(printed)
+    assert (figures and figures.name) == chip
+    if chip == "Ascend910B4-1":
+        assert figures.memory_gib == 64
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (

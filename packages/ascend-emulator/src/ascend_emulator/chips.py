@@ -104,14 +104,23 @@ def chips() -> dict[str, Chip]:
 
 
 def chip(name: str) -> Chip:
-    """The chip with this name.
+    """The chip with this name, which may also be the name that npu-smi or torch_npu prints, in any
+    case: ``910B3``, ``Ascend910_9391``.
 
     Raises:
         ValueError: unknown chip; the message lists the supported ones.
     """
-    if name not in chips():
+    wanted = _printed(name)
+    found = (
+        each for key, each in chips().items() if wanted in (_printed(key), _printed(each.name))
+    )
+    if (known := next(found, None)) is None:
         raise ValueError(f"unknown chip {name!r}; supported: {', '.join(chips())}")
-    return chips()[name]
+    return known
+
+
+def _printed(name: str) -> str:
+    return name.lower().removeprefix("ascend")
 
 
 def measured(chip: Chip, report: dict[str, Any]) -> tuple[Chip, dict[str, Any]]:

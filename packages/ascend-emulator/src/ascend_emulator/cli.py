@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -221,7 +222,23 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status."""
+    """Entry point of the console script; returns the exit status.
+
+    If the reader of a pipe ends first, as ``head`` does, nothing is shown, and the status is that
+    of a command that SIGPIPE ends.
+    """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main(arguments: list[str] | None) -> int:
     options = _parser().parse_args(arguments)
     if getattr(options, "sanitize", False):
         os.environ["ASCEND_EMULATOR_SANITIZE"] = build.SANITIZERS
@@ -245,6 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(report(markdown=options.markdown))
         return 0
+    except BrokenPipeError:
+        raise
     except (build.BuildError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -41,9 +41,9 @@ class MC2:
     Attributes:
         default: the algorithm.
         internode: the algorithm for a group over several machines, where it takes the group; None:
-        the default.
+            the default.
         group_buffer: whether the buffer size of a group's own HCCL options counts, not only
-        HCCL_BUFFSIZE.
+            HCCL_BUFFSIZE.
         within_machine: whether data between the NPUs of a machine stays on their own links.
     """
 
@@ -61,17 +61,22 @@ class ChipFamily:
         name: of the device family.
         prefixes: of the chips' names, as ``aclrtGetSocName`` and torch_npu give them.
         streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API
-        reference, ``aclrtCreateStream``).
+            reference, ``aclrtCreateStream``).
         dtypes: of models; the first is what a model gets whose own dtype is not among them.
         operators: fused operators of torch_npu that are used if a chip has them, and replaced
-        otherwise. quantization: schemes of quantized weights; None means all. top_k_top_p:
-        npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
-        npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
-        expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul and of experts in
-        FRACTAL_NZ, which the operators' documentation recommends. rows_in_nz: FRACTAL_NZ of the
-        matrix as a checkpoint has it, ``[out, in]``, not of its transpose. vector_collectives:
-        HCCL's expansion mode AIV. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's algorithms,
-        None without its operators.
+            otherwise.
+        quantization: schemes of quantized weights; None means all.
+        top_k_top_p: whether the chip has npu_sim_exponential_ and npu_top_k_top_p_sample.
+        moe_routing: whether it has npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all
+            needs.
+        token_unpermute: whether it has npu_moe_token_unpermute, which expert parallelism needs.
+        weight_nz: whether int8 weights of npu_quant_matmul and of experts are stored in FRACTAL_NZ,
+            which the operators' documentation recommends.
+        rows_in_nz: whether FRACTAL_NZ is that of the matrix as a checkpoint has it, ``[out, in]``,
+            not of its transpose.
+        vector_collectives: whether HCCL has the expansion mode AIV.
+        assigns_by_mask: whether ``tensor[mask] = rows`` works.
+        mc2: MC2's algorithms, None without its operators.
     """
 
     name: str
@@ -204,13 +209,14 @@ class ChipFigures:
 
     Attributes:
         name: the chip's; a longer name that begins with it is the same chip.
-        memory_gib, bandwidth_gbs: device memory in GiB, its bandwidth in GB/s.
+        memory_gib: device memory in GiB.
+        bandwidth_gbs: bandwidth of device memory in GB/s.
         tflops: of 16-bit matmuls; 8-bit matmuls are twice as fast ("140 TOPS INT8" of 310P).
         node: NPUs joined by the links below.
         network_gbs: GB/s of one NPU beyond the node, in one direction.
         collective_us: least time of a collective without data, in microseconds.
         link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is
-        the limit.
+            the limit.
         injection_gbs: GB/s out of one NPU in one direction, to any number of peers of the node.
     """
 
@@ -247,6 +253,8 @@ def _atlas_a2(name: str, memory_gib: float, bandwidth_gbs: float, tflops: float)
 # Sources:
 # - memory, bandwidth, cores, host link: Huawei's product pages for Atlas 800T A2, Atlas 800T A3 and
 # Atlas 300I Duo.
+# Of Ascend910B4-1 there is none: its 64 GiB and 20 cores are what npu-smi prints in public reports
+# (vllm-project/vllm-ascend, issues 9428 and 11736), its bandwidth is that of the other chips of 64 GiB.
 # - tflops: cube cores x 8192 operations a cycle x 1.8 GHz (1.08 GHz on 310P, for which 70 TFLOPS
 # are published).
 # - link_gbs: HCCS of an Atlas 800T A2, 392 GB/s over seven links in both directions.
@@ -263,6 +271,7 @@ FIGURES = {
         _atlas_a2("Ascend910B2", 64, 1600, 354),
         _atlas_a2("Ascend910B3", 64, 1600, 295),
         _atlas_a2("Ascend910B4", 32, 800, 295),
+        _atlas_a2("Ascend910B4-1", 64, 1600, 295),
         ChipFigures(
             "Ascend910_93",
             64,
@@ -283,11 +292,21 @@ PROFILED = "Ascend910_93"
 """The chip of the public profile on which laws of modelled times are fitted."""
 
 
+ALIASES = {"a3": "910_93", "910c": "910_93", "310p": "310p3"}
+"""Other names of a chip, in lower case and without "Ascend"."""
+
+
 def figures_of(chip: str) -> ChipFigures | None:
-    """The figures of a chip by its name, or None."""
-    return FIGURES.get(chip) or next(
-        (each for each in FIGURES.values() if chip.startswith(each.name)), None
-    )
+    """The figures of a chip by its name, or None.
+
+    The name is that of torch_npu (``Ascend910B3``), that of npu-smi (``910B3``), in any case, or
+    one of ``ALIASES``. Of two chips of which one name begins with the other (Ascend910B4 and
+    Ascend910B4-1), the longer name decides.
+    """
+    name = chip.lower().removeprefix("ascend")
+    name = f"ascend{ALIASES.get(name, name)}"
+    found = [each for each in FIGURES.values() if name.startswith(each.name.lower())]
+    return max(found, key=lambda each: len(each.name), default=None)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ascend_platform.chips import ChipFigures
+from ascend_platform.chips import ChipFigures, figures_of
 from ascend_platform.cli.plan.laws import COLLECTIVE, FITTED, Laws, Observation
 
 KINDS = (
@@ -55,7 +55,7 @@ def measured(chip: ChipFigures, path: Path) -> tuple[ChipFigures, Laws]:
             f"{path} is a report of the emulator, whose times are those of a CPU; fix: a report of"
             " an NPU"
         )
-    if not soc.startswith(chip.name):
+    if figures_of(soc) != chip:
         raise ValueError(
             f"{path} is a report of {soc}; fix: --soc {soc}, or a report of {chip.name}"
         )
