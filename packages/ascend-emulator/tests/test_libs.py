@@ -37,6 +37,12 @@ def installed(wheel, tmp_path_factory):
     return site
 
 
+def test_license_and_notice_are_in_the_wheel(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    for file in ("LICENSE", "NOTICE"):
+        assert [name for name in names if name.endswith(f".dist-info/{file}")]
+
+
 def start(run, site, tmp_path):
     """The first operator in an environment without a compiler and with an empty cache; its output
     and seconds of CPU time."""
