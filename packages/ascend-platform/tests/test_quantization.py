@@ -77,6 +77,13 @@ def distance(actual, expected):
     return ((actual.cpu().double() - expected).norm() / expected.norm()).item()
 
 
+def test_every_registered_scheme_is_compared_with_float64():
+    assert {spec.scheme for spec in SPECS} == {*SCHEMES}
+    assert {spec.scheme for spec in OF_EXPERTS} == {
+        name for name, scheme in SCHEMES.items() if scheme.experts
+    }
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_linear_layer(spec, dtype):

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""The table of schemes in docs/quantization.md: every registered scheme with its experts and its
+chips."""
+
+import re
+
+from ascend_platform import chips
+from ascend_platform.quantization.common import SCHEME_BITS
+from ascend_platform.quantization.schemes import FLOAT, SCHEMES
+from harness import checkout
+
+PAGE = (checkout.ROOT / "docs" / "quantization.md").read_text()
+FAMILIES = {"A2": "Atlas A2", "A3": "Atlas A3", "310P": "Ascend 310P"}
+
+
+def rows() -> dict[str, list[str]]:
+    """Cells of each row by the scheme's name."""
+    table = PAGE.partition("| ModelSlim name |")[2].partition("\n\n")[0]
+    lines = re.findall(r"^\| `(\w+)` \|(.*)\|$", table, re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+
+
+def test_every_registered_scheme_has_a_row_and_bits() -> None:
+    assert {*rows()} == {*SCHEMES, FLOAT}
+    assert {*SCHEME_BITS} == {*SCHEMES}
+
+
+def test_rows_have_the_experts_and_chips_of_the_code() -> None:
+    families = {family.name: family for family in chips.FAMILIES}
+    for name, scheme in SCHEMES.items():
+        _, _, _, experts, listed, _ = rows()[name]
+        assert experts == ("yes" if scheme.experts else "no"), name
+        taking = [
+            short
+            for short, family in FAMILIES.items()
+            if families[family].quantization is None or name in families[family].quantization
+        ]
+        assert listed.split(", ") == taking, name
+
+
+def test_no_supported_scheme_is_listed_as_refused() -> None:
+    refused = re.findall(r"`(\w+)`", PAGE.partition("- other schemes:")[2].partition(";")[0])
+    assert refused
+    assert not {*refused} & {*SCHEMES}
