@@ -40,10 +40,9 @@ class Recipe:
     @property
     def command(self) -> str:
         """For a shell: variables, and `vllm serve` with an option a line."""
-        lines = [f"{name}={value}" for name, value in self.environment.items()]
-        return " \\\n    ".join(
-            [" ".join(lines), f"vllm serve {self.model['name']}", *self.options]
-        )
+        variables = " ".join(f"{name}={value}" for name, value in self.environment.items())
+        lines = [variables, f"vllm serve {self.model['name']}", *self.options]
+        return " \\\n    ".join(filter(None, lines))
 
 
 def data() -> dict[str, Any]:
