@@ -234,7 +234,9 @@ the same dtype.
 """
 TAIL = """
 Two operators are replaced from outside: a Triton kernel without a fallback (slot mapping), and `moe_gating_top_k`, which
-vllm-ascend has compiled for NPUs only, by CANN's operator of that name. Graphs need its compiled kernels and are not run.
+vllm-ascend has compiled for NPUs only, by CANN's operator of that name. It runs eagerly, so without its default graphs and the
+passes of torch.compile, and without Triton and its compiled operators: other operators than in production. Graphs do not need
+the compiled operators; with those, the passes that insert Triton kernels and npugraph_ex off, it captures and replays them.
 """
 
 
