@@ -94,7 +94,7 @@ class SparseLatentBatch(LatentBatch):
 
     Attributes:
         index: of each request, the indexer's queries ``[new, heads, width]``, weights ``[new,
-        heads]``, keys ``[length, width]``.
+            heads]``, keys ``[length, width]``.
     """
 
     def __init__(self, *batch: Any, count: int, indexer: tuple[int, int] = (16, 128)) -> None:

@@ -85,9 +85,9 @@ class PagedBatch:
 
     Attributes:
         queries, keys, values: of each request, ``[tokens, heads, head_size]`` on the host; keys and
-        values also of tokens before.
+            values also of tokens before.
         cache: the pages ``[2, blocks, block_size, kv_heads, head_size]`` on the NPU, with the
-        tokens before.
+            tokens before.
     """
 
     def __init__(

@@ -346,7 +346,7 @@ def quantize(
         dtype: that the model will be served in.
         inputs: ranges of the inputs of matrices with static ones.
         cache: ranges ``[kv_heads * head_size]`` of keys and values, by ``<layer>.k_proj`` and
-        ``.v_proj``: with an int8 cache.
+            ``.v_proj``: with an int8 cache.
         shifted: with biases of norms that shift outliers (ModelSlim's anti-outlier).
     """
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))

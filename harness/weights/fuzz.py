@@ -221,7 +221,7 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
 
     Raises:
         AssertionError: the server does not serve right afterwards, or the client does not refuse
-        with a PeerError.
+            with a PeerError.
     """
     draw, counts = random.Random(seed), Counter[str]()
     served = Serving(

@@ -51,7 +51,7 @@ def rows() -> list[list[str]]:
 
     Raises:
         SystemExit: a method without an implementation or reason, or a reason for one that vLLM does
-        not have.
+            not have.
     """
     import vllm
     from ascend_platform.worker.worker import NPUWorker

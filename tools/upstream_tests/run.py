@@ -46,11 +46,11 @@ class File:
 
     Attributes:
         imports: whether the children that the file spawns import torch_npu themselves, rather than
-        being forked from a server.
+            being forked from a server.
         cases: for each case its outcome (passed, failed, refused, other chip, skipped, crashed,
             timed out), the message and the names that refused.
         loaded: the file as a module that was imported before; its processes then go on behind a
-        case that fails.
+            case that fails.
         chosen: with `loaded`, the cases to run; those in `cases` have been.
         unskip: cases that the file skips for a reason with this text are run.
     """

@@ -30,7 +30,7 @@ def build_metadata(
     Args:
         cu_query_lens: cumulative query length of each request.
         seq_lens: sequence length of each request over all ranks, after this step's tokens are
-        written.
+            written.
         slot_mapping: int64 ``[tokens]`` of this rank; only the slots of its own tokens are valid.
         interleave: consecutive tokens per rank (``cp_kv_cache_interleave_size``).
     """
@@ -65,8 +65,9 @@ def attend(
 
     Args:
         query: ``[tokens, heads, head_size]`` of this rank; output has the same shape and is
-        written.
-        key, value: ``[tokens, kv_heads, head_size]``.
+            written.
+        key: ``[tokens, kv_heads, head_size]``.
+        value: ``[tokens, kv_heads, head_size]``.
         kv_cache: keys and values, each ``[blocks, block_size, kv_heads, head_size]``.
         meta: metadata with ``dcp``.
         head_args: the kernel's ``num_heads``, ``num_key_value_heads`` and ``scale`` for this rank.

@@ -295,11 +295,13 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
 
         Args:
             query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new
-            tokens, or None.
+            key: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or
+                None.
+            value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens,
+                or None.
             kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
             attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
-            output is then zero.
+                output is then zero.
         """
         if attn_metadata is None:
             if getattr(layer, "kv_cache_torch_dtype", None) == torch.int8:

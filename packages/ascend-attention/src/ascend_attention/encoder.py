@@ -122,7 +122,8 @@ class FusedEncoderAttentionImpl(
 
         Args:
             query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``.
+            key: ``[tokens, kv_heads, head_size]``.
+            value: ``[tokens, kv_heads, head_size]``.
             attn_metadata: None during vLLM's memory profiling run; the output is then zero.
         """
         if attn_metadata is None:
@@ -191,7 +192,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
 
         Args:
             cu_seqlens: int ``[sequences + 1]``, cumulative sequence lengths of a packed batch of
-            one. In a graph it is one of the graph's buffers.
+                one. In a graph it is one of the graph's buffers.
         """
         batch, length = query.shape[:2]
         kv_shape = (-1, self.num_kv_heads, self.head_size)

@@ -41,8 +41,8 @@ class FractalAttentionMetadata(AttentionMetadata):
 
     Attributes:
         num_tokens: query tokens of all requests.
-        query_lens: int32 ``[requests]`` on the host, query tokens of each request; None if each
-        has one.
+        query_lens: int32 ``[requests]`` on the host, query tokens of each request; None if each has
+            one.
         seq_lens: int32 ``[requests]`` on the NPU, after this step's tokens are written.
         block_table: int32 ``[requests, blocks]``.
         slots: int32 ``[num_tokens]``, the KV cache slot of each new key.
@@ -127,11 +127,12 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
 
         Args:
             query: float16 ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``.
+            key: ``[tokens, kv_heads, head_size]``.
+            value: ``[tokens, kv_heads, head_size]``.
             kv_cache: keys and values, the memory of ``[blocks, 128, kv_heads, head_size]`` each,
-            which has the order of FRACTAL_NZ.
+                which has the order of FRACTAL_NZ.
             attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
-            output is then zero.
+                output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()

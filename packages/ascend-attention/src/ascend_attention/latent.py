@@ -57,13 +57,13 @@ class LatentMetadata(AttentionMetadata):
         compute_lengths: computes ``lengths``; with draft tokens it may wait for the device.
         num_actual_tokens: query tokens, including padding tokens in full-graph mode.
         num_decodes: requests of vLLM whose queries are absorbed: the first ones, with
-        ``num_decode_tokens``.
+            ``num_decode_tokens``.
         prefills: the requests after them; None without.
         block_table: int32 ``[requests of the kernel, blocks]``.
         mask: int8 ``[2048, 2048]``, 1 above the diagonal; None if each request has one query token.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         rows: int64 ``[num_actual_tokens]``, row of each query token among ``num_rows``, where the
-        host does not know the exact sequence lengths.
+            host does not know the exact sequence lengths.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]
@@ -302,7 +302,7 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
 
         Args:
             q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads,
-            64]``.
+                64]``.
             kv_c_and_k_pe_cache: the layer's latents and rotated keys.
 
         Returns:

@@ -42,7 +42,7 @@ class Chunk:
         slots: int64 ``[tokens]``, their KV cache slots.
         rows: of the requests' queries.
         lengths: cumulative query lengths and sequence lengths of the requests, in the kernel's
-        form.
+            form.
     """
 
     slots: torch.Tensor
@@ -155,7 +155,8 @@ def attend(
 
     Args:
         query: ``[tokens, heads, 192]``.
-        latents, ropes: of the new tokens, ``[tokens, 512]`` and ``[tokens, 1, 64]``.
+        latents: of the new tokens, ``[tokens, 512]``.
+        ropes: of the new tokens, ``[tokens, 1, 64]``.
         kv_cache: the layer's latents and rotated keys.
         expand: computes keys and values ``[tokens, heads, 256]`` from latents.
 

@@ -21,9 +21,9 @@ class DCPMetadata:
 
     Attributes:
         cached_lens: context length of each request in this rank's KV cache, on the host; None if no
-        rank has context.
+            rank has context.
         local_token_indices: int64 ``[n]``, the step's tokens whose keys and values this rank
-        stores.
+            stores.
         slot_mapping: int64 ``[n]``, their KV cache slots.
     """
 
@@ -54,15 +54,15 @@ class FusedAttentionMetadata(AttentionMetadata):
         num_tokens: query tokens, including padding tokens in full-graph mode.
         block_table: int32 ``[requests, blocks]``.
         slot_mapping: int64, KV cache slot of each new key; with prefill context parallelism of all
-        ranks' tokens, including padding. vLLM replaces it in layers with cross attention.
+            ranks' tokens, including padding. vLLM replaces it in layers with cross attention.
         mask: int8 ``[2048, 2048]``, 1 above the diagonal.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         causal: False for cross attention, where every token attends to all of its request's keys.
         one_query_each: whether each request has one query token, so that a causal mask hides no
-        key.
+            key.
         dcp: this rank's share of the step under decode context parallelism.
         rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host
-        does not know the exact sequence lengths.
+            does not know the exact sequence lengths.
         mm_prefix_range: images. vLLM's Gemma 4 sets it to None for layers without.
     """
 

@@ -57,9 +57,9 @@ class PrologAttention(MLAAttention):
 
     Attributes:
         projections: the layers from the hidden state to the latents of query and key, and from the
-        former to the query.
+            former to the query.
         prolog_weights: ``weight_dq``, ``weight_uq_qr``, ``weight_uk`` and ``weight_dkv_kr``; none
-        with weights of other dtypes than bfloat16 and int8 with dynamic inputs.
+            with weights of other dtypes than bfloat16 and int8 with dynamic inputs.
         prolog_scales: of int8 weights, by the operator's names.
     """
 

@@ -50,7 +50,7 @@ class SparseLatentMetadata(AttentionMetadata):
 
     Attributes:
         num_actual_tokens: query tokens, including padding tokens in full-graph mode, which belong
-        to no request.
+            to no request.
         num_decodes: requests of vLLM.
         query_ends: int32 ``[requests]``, end of each request's query tokens.
         seq_lens: int32 ``[requests]``.
@@ -194,7 +194,7 @@ class FusedSparseLatentAttentionImpl(
 
         Args:
             q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads,
-            64]``.
+                64]``.
             kv_c_and_k_pe_cache: the layer's latents and rotated keys, or both as int8.
 
         Returns:

@@ -29,12 +29,12 @@ class P2PLink(PyHcclCommunicator):
     Args:
         rank: 0 or 1, on the current NPU.
         info: :meth:`root_info` of rank 0. HCCL does not verify it, so it must come from a trusted
-        peer.
+            peer.
 
     Raises:
         ValueError: ``info`` has another length.
         HCCLError: HCCL cannot connect the ranks within ``HCCL_CONNECT_TIMEOUT``, or the NPU has no
-        stream left.
+            stream left.
     """
 
     def __init__(self, rank: int, info: bytes) -> None:

@@ -77,7 +77,7 @@ class HCCLLibrary:
 
     Args:
         path: library file; defaults to the environment variable ``HCCL_SO_PATH``, then to
-        ``libhccl.so``.
+            ``libhccl.so``.
 
     Raises:
         RuntimeError: the library cannot be loaded.
@@ -160,7 +160,7 @@ class PyHcclCommunicator:
 
     Args:
         group: a CPU group (gloo) or vLLM's ``StatelessProcessGroup``, used to exchange HCCL's root
-        information.
+            information.
         device: the NPU.
         library_path: see :class:`HCCLLibrary`.
 

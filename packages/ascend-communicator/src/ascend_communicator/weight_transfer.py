@@ -177,7 +177,7 @@ class HCCLTrainerWeightTransferEngine(_Joined, NCCLTrainerWeightTransferEngine):
             ValueError: ``source`` is missing, or has a parameter that rank 0 does not send.
             TypeError: ``source`` has no full tensors.
             TimeoutError: a worker did not join within ``CONNECT_SECONDS``. The client's errors are
-            raised at once.
+                raised at once.
         """
         if source is None:
             raise ValueError(

@@ -108,7 +108,7 @@ def set_environment(
     Raises:
         BuildError: the libraries could not be compiled.
         ValueError: ``npus``, ``soc``, ``memory`` or ``driver`` is out of range, or ``times`` cannot
-        be used.
+            be used.
     """
     if not 1 <= npus <= 64:
         raise ValueError(f"{npus} NPUs requested; 1 to 64 are supported")

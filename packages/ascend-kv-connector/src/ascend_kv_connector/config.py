@@ -70,7 +70,7 @@ class Options:
 
         Raises:
             RefusedError: an unknown key, with the closest known one, or an invalid value, in one
-            line.
+                line.
         """
         values = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
         options = extension.parse_options(cls, values, "kv_connector_extra_config")
@@ -100,7 +100,7 @@ def sliding_windows(name: str, groups: list[Any], states: bool = False) -> tuple
 
     Raises:
         RefusedError: KV caches other than full attention and sliding window, or several block
-        sizes, in one line.
+            sizes, in one line.
     """
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,

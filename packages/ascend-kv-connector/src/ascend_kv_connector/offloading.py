@@ -77,7 +77,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
         Raises:
             RefusedError: an unsupported spec or layout of host memory, an invalid entry of a tier
-            of this wheel, or tiers across several hosts, in one line.
+                of this wheel, or tiers across several hosts, in one line.
         """
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (spec := extra_config.get("spec_name", "CPUOffloadingSpec")) not in (

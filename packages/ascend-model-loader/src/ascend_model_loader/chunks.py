@@ -33,7 +33,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Raises:
         PeerError: a tensor has no bytes of its own, such as weights that are quantized during
-        loading.
+            loading.
     """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

@@ -85,7 +85,7 @@ class Fetch:
 
         Raises:
             PeerError: the peer's weights are different or incomplete; the tensors may have been
-            partly written.
+                partly written.
         """
         options = self.options
         deadline = time.monotonic() + options.deadline

@@ -160,7 +160,7 @@ class NPUPlatform(Platform):
 
         Raises:
             RefusedError: no installed attention supports the layer, or another backend is selected
-            by name.
+                by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
             raise RefusedError(

@@ -60,7 +60,8 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
 
         Args:
             x: ``[tokens, hidden]``.
-            topk_weights, topk_ids: float and int32 ``[tokens, k]``.
+            topk_weights: float ``[tokens, k]``.
+            topk_ids: int32 ``[tokens, k]``.
             num_experts: experts of all ranks, which are divided among the ranks in order.
             experts: applies this rank's experts to rows sorted by expert.
 

@@ -19,7 +19,7 @@ def select_backend(
 
     Args:
         requested: ``auto`` or a backend. Steps with more tokens than ``mc2`` takes use ``alltoall``
-        instead.
+            instead.
         chip: the NPU.
         sizes: tokens of each rank.
         shape: of the layer.

@@ -32,7 +32,9 @@ class Launch:
 
     Attributes:
         law: name of its law in ``ascend_platform/cli/plan/laws.py``.
-        moved, work, rows: bytes, operations and rows by that law.
+        moved: bytes by that law.
+        work: operations by that law.
+        rows: rows by that law.
         inputs: inputs of one launch; a run has several of them.
         run: the launch.
     """

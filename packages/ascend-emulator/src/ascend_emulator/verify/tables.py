@@ -31,14 +31,14 @@ class Case:
         call: Python expression of the inputs.
         inputs: input's name to specification (``inputs.make``).
         reference: expression of the same inputs in float64; empty: ``call``; ``none``: PyTorch does
-        not define the result.
+            not define the result.
         before: statement that runs first.
         ulps: tolerance in units in the last place of the result's dtype, relative to 1 + the
-        reference's magnitude.
+            reference's magnitude.
         gradients: whether the gradients of floating inputs are results too.
         values: whether the report has the values themselves.
         isolated: whether the case has a process of its own, since it may end its process or its
-        NPU's context.
+            NPU's context.
         source: where a refusal is documented or was seen.
         quick: whether the case is in the small selection (``--quick``).
     """

@@ -301,7 +301,7 @@ def plan_fetches(cache: PagedCache, peers: Sequence[CacheInfo], rank: int) -> li
 
     Raises:
         TransferError: code ``mismatch``; the producer does not have all tokens that this rank
-        needs.
+            needs.
     """
     wanted = {(region.layer, region.part): index for index, region in enumerate(cache.regions)}
     dtype = str(cache.dtype).removeprefix("torch.")

@@ -146,7 +146,7 @@ class PushJobs:
         Raises:
             BusyError: it still writes.
             TransferError: nothing is written any more, but a write has failed, and what was sent of
-            it may still arrive.
+                it may still arrive.
         """
         with self._lock:
             self._stop(owner, (*owner, "stop"))

@@ -68,7 +68,7 @@ class StoreOptions:
 
         Raises:
             RefusedError: an unknown key, with the closest known one, or an invalid value, in one
-            line.
+                line.
         """
         if config.get("use_layerwise"):
             raise extension.RefusedError(

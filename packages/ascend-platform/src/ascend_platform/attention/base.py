@@ -126,11 +126,15 @@ class AttentionImplBase:
         serves: features beyond causal decoder attention.
         operators: those of torch_npu that not every chip has.
         borrows_part: whether :meth:`bind` takes memory of the size of the keys for a moment.
-        num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
+        num_heads: heads of the query on this rank.
+        num_kv_heads: heads of the KV cache on this rank.
         head_size: elements of one key.
         scale: factor of the scores.
-        writes_cache: False for layers that share another layer's KV cache. alibi_slopes,
-        sliding_window, soft_cap, sinks: the layer's, or None. A window includes the token itself.
+        writes_cache: False for layers that share another layer's KV cache.
+        alibi_slopes: slopes of the layer's ALiBi biases, or None.
+        sliding_window: tokens that a token sees, itself included, or None.
+        soft_cap: limit of the scores by tanh, or None.
+        sinks: the layer's attention sinks, or None.
     """
 
     title: ClassVar[str] = "this attention"
@@ -227,9 +231,10 @@ class LatentAttentionImplBase(AttentionImplBase):
     qk_rope_head_dim]``.
 
     Attributes:
-        kv_lora_rank, qk_rope_head_dim: elements of a latent and of the rotated part.
-        qk_nope_head_dim, v_head_dim: elements of a head of the expanded keys, besides the rotated
-            part, and values.
+        kv_lora_rank: elements of a latent.
+        qk_rope_head_dim: elements of the rotated part.
+        qk_nope_head_dim: elements of a head of the expanded keys, besides the rotated part.
+        v_head_dim: elements of a head of the values.
         kv_b_proj: the layer that expands latents to keys and values.
     """
 
@@ -320,9 +325,11 @@ class GatedDeltaInputs:
     """Inputs of a gated delta rule for each token, one request after the other.
 
     Attributes:
-        q, k: ``[tokens, key heads, keys]``, normalized.
+        q: ``[tokens, key heads, keys]``, normalized.
+        k: ``[tokens, key heads, keys]``, normalized.
         v: ``[tokens, heads, values]``.
-        g, beta: decays, as logarithms, and strengths, ``[tokens, heads]``.
+        g: logarithms of the decays, ``[tokens, heads]``.
+        beta: strengths, ``[tokens, heads]``.
         scale: of the queries.
     """
 
@@ -341,7 +348,7 @@ class Rejected:
     Attributes:
         count: returns the number of each request; it may wait for the device.
         drafts: number of draft tokens of each request, while the host cannot know yet how many are
-        rejected; None after that.
+            rejected; None after that.
     """
 
     count: Callable[[], list[int]]

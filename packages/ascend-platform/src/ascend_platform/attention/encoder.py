@@ -72,7 +72,8 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
 
         Args:
             query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``.
+            key: ``[tokens, kv_heads, head_size]``.
+            value: ``[tokens, kv_heads, head_size]``.
             attn_metadata: None during vLLM's memory profiling run; the output is then zero.
         """
         if attn_metadata is None:

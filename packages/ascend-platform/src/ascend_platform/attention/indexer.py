@@ -115,7 +115,7 @@ def install(layers: dict[str, Any], is_int8: bool = False) -> None:
 
     Raises:
         RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier
-        one, or int8 keys are not supported.
+            one, or int8 keys are not supported.
     """
     sparse = _sparse(layers)
     if is_int8 and not sparse:

@@ -92,8 +92,8 @@ class QuantizedLatent(NamedTuple):
 
     Attributes:
         packed: int8 ``[blocks, block_size, 1, 656]``, contiguous: of each token 512 latents, 64
-        rotated elements in 16 bits, and a float32 scale for each 128 latents, as
-        ``npu_kv_quant_sparse_flash_attention`` reads them.
+            rotated elements in 16 bits, and a float32 scale for each 128 latents, as
+            ``npu_kv_quant_sparse_flash_attention`` reads them.
     """
 
     packed: torch.Tensor
@@ -213,7 +213,7 @@ def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
 
     Args:
         cache: vLLM's view ``[blocks, kv_heads, block_size, head_size + head_size_v]`` in layout
-        LBNHC.
+            LBNHC.
         head_size: elements of a key per head.
 
     Raises:
@@ -245,8 +245,7 @@ def check(config: KVCacheConfig) -> None:
     in separate tensors this holds only if all groups divide a block's bytes in the same way.
 
     Raises:
-        RefusedError: a compressed cache, or groups with different block
-        shapes.
+        RefusedError: a compressed cache, or groups with different block shapes.
     """
     # vLLM's runner adds a group for encoder-only layers, which have no KV cache.
     groups = [

@@ -91,7 +91,7 @@ class PagedLatentAttentionImpl(
 
         Args:
             q: the query's latent and rotated parts, ``[tokens, heads, kv_lora_rank]`` and
-            ``[tokens, heads, qk_rope_head_dim]``.
+                ``[tokens, heads, qk_rope_head_dim]``.
             kv_c_and_k_pe_cache: the layer's PagedLatent.
 
         Returns:

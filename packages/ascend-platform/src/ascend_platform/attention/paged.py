@@ -44,17 +44,18 @@ class PagedAttentionMetadata(AttentionMetadata):
 
     Attributes:
         query_start_loc: start of each request's query tokens, on the host, ``requests + 1``
-        entries.
+            entries.
         seq_lens: sequence length of each request after this step's tokens are written, on the host.
         block_table: int32 ``[requests, blocks]``.
         slot_mapping: int64, KV cache slot of each new key; with prefill context parallelism of all
-        ranks' tokens, including padding. vLLM replaces it in layers with cross attention.
+            ranks' tokens, including padding. vLLM replaces it in layers with cross attention.
         num_decodes: number of leading requests with one query token.
         decode_seq_lens: int32 ``[num_decodes]``, seq_lens on the device.
         max_decode_tokens: tokens in the blocks of the longest decode.
         causal: False for cross attention, where every token attends to all of its request's keys.
         mm_prefix_range: for each request the first and last positions of images, whose tokens
-        attend to each other in both directions. vLLM's Gemma 4 sets it to None for layers without.
+            attend to each other in both directions. vLLM's Gemma 4 sets it to None for layers
+            without.
     """
 
     query_start_loc: list[int]
@@ -132,10 +133,12 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
 
         Args:
             query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new
-            tokens, or None.
+            key: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or
+                None.
+            value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens,
+                or None.
             attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
-            output is then zero.
+                output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()
@@ -239,11 +242,12 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
 
         Args:
             query: ``[requests, tokens, heads, head_size]``.
-            keys, values: ``[requests, seq_len, kv_heads, head_size]``.
+            keys: ``[requests, seq_len, kv_heads, head_size]``.
+            values: ``[requests, seq_len, kv_heads, head_size]``.
             mask: bool ``[requests, tokens, seq_len]``, True for excluded keys; one row may stand
-            for all tokens.
+                for all tokens.
             distance: int ``[requests, tokens, seq_len]``, position of the key minus position of the
-            query token.
+                query token.
         """
         requests, tokens, heads, width = query.shape
         kv_heads, seq_len = keys.shape[2], keys.shape[1]

@@ -60,7 +60,7 @@ def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
 
     Args:
         by_default: bind without --numa-bind, too, where vLLM starts the workers and the machine has
-        several NUMA nodes.
+            several NUMA nodes.
     """
     asked = parallel.numa_bind
     if not asked:

@@ -25,7 +25,7 @@ def check() -> None:
 
     Raises:
         RuntimeError: what to write, in one line; pydantic, which calls this, would add lines to a
-        RefusedError.
+            RefusedError.
     """
     from vllm import envs
 

@@ -346,7 +346,7 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
 
     Raises:
         RefusedError: wrong options, a load format whose component is not active, or a sharded state
-        of quantized weights.
+            of quantized weights.
     """
     if is_quantized and load_config.load_format in SHARDED_STATES:
         raise RefusedError(

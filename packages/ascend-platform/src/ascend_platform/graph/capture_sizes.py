@@ -57,7 +57,7 @@ class GraphSizes:
     Args:
         mode: the graph mode that vLLM has chosen.
         pieces: graphs of one size in piecewise mode, which are the parts of the model between
-        attention layers.
+            attention layers.
         max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
     """
 
@@ -310,7 +310,7 @@ def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_to
 
     Args:
         pieces: graphs of one size in piecewise mode, which are the parts of the model between
-        attention layers.
+            attention layers.
         max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
     """
     piecewise = pieces * len(sizes) if mode.has_mode(CUDAGraphMode.PIECEWISE) else 0

@@ -124,8 +124,8 @@ def slots_on_host(
 
     Args:
         block_table: ``[at least requests, blocks]``.
-        requests, positions: int64 ``[tokens]``, each token's row in the table and position in its
-        request.
+        requests: int64 ``[tokens]``, each token's row in the table.
+        positions: int64 ``[tokens]``, each token's position in its request.
     """
     is_remote = None
     if ranks.size > 1:

@@ -85,8 +85,8 @@ class Scheme:
     Attributes:
         name: as in ``quant_model_description.json``.
         experts: whether the scheme supports experts.
-        groups, expert_groups: whether it supports per-group scales, in linear layers and in
-        experts.
+        groups: whether it supports per-group scales in linear layers.
+        expert_groups: whether it supports per-group scales in experts.
         offsets: whether it supports a non-zero zero_point.
         packed: names of the tensors that ``pack`` returns.
         int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.

@@ -326,7 +326,7 @@ class RpcClient:
 
         Raises:
             TransferError: nothing listens at the address, or the connection was closed after the
-            query was sent.
+                query was sent.
         """
         while self._monitor.poll(0):
             event = self._next_event()

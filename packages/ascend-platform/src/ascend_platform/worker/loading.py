@@ -164,7 +164,7 @@ class ModelMixin:
 
         Raises:
             RefusedError: the weights are quantized, so that the loaded tensors have been replaced
-            by packed ones.
+                by packed ones.
         """
         if self.vllm_config.quant_config is not None:
             raise RefusedError(

@@ -200,7 +200,7 @@ class VirtualMemory:
 
         Raises:
             torch.OutOfMemoryError: the NPU has too little free memory; a later call restores the
-            rest.
+                rest.
         """
         if tag not in self._asleep:
             return

@@ -94,7 +94,8 @@ class CollectiveLaw:
     Attributes:
         start_us: least start, in microseconds, unless the chip's is longer.
         rank_us: start for each other rank, where that is more.
-        step_us, step_bytes: what collectives of more bytes take longer.
+        step_us: time that a collective of more than ``step_bytes`` takes longer.
+        step_bytes: bytes above which ``step_us`` is added.
         bandwidth: fraction of that of the chip's links.
         origin: report whose times these are; empty: fitted on public rows.
     """
@@ -145,7 +146,8 @@ class HostLaw:
     """Modelled time of the host for a step, in milliseconds; the device's overlaps with it.
 
     Attributes:
-        step_ms, layer_ms: of a decode step in a graph, and for each layer.
+        step_ms: of a decode step in a graph.
+        layer_ms: of a decode step in a graph, for each layer.
         eager_ms: of a step without a graph, as of a prefill, for each layer.
         origin: report whose times these are; empty: see ``HOST_ORIGINS``.
         layers_origin: report of the times for each layer; empty: those of the regime.
@@ -222,7 +224,9 @@ class Laws:
     """All laws of an estimate.
 
     Attributes:
-        operators, collective, experts: of the device.
+        operators: laws of the device's operators.
+        collective: law of collectives.
+        experts: law of the exchange of tokens with experts.
         hosts: of the host, by regime.
         accepted: fraction of draft tokens that are accepted, each after the one before it.
     """

@@ -35,8 +35,8 @@ def causal_conv1d_fn(
         weight: ``[channels, width]``.
         conv_states: ``[blocks, channels, at least width - 1]``, written.
         query_start_loc: ``[requests + 1]``, the first token of each request.
-        cache_indices, has_initial_state: ``[requests]``, the block of a request, and whether it
-        holds earlier tokens.
+        cache_indices: ``[requests]``, the block of a request.
+        has_initial_state: ``[requests]``, whether the block holds earlier tokens.
 
     Returns:
         ``[channels, tokens]``.
@@ -58,7 +58,8 @@ class _Rows(NamedTuple):
 
     Attributes:
         histories: of the ``kept`` inputs before each request, ``[requests * kept]``.
-        tokens: of the step's tokens, ``[tokens]``; tokens_without_first: ``kept`` lower.
+        tokens: of the step's tokens, ``[tokens]``.
+        tokens_without_first: ``kept`` lower than ``tokens``.
         last: of the last ``kept`` inputs of each request.
         is_new: whether a request has no history, ``[requests, 1, 1]``.
     """

@@ -87,10 +87,10 @@ def recurrent_rule(
     Args:
         states: ``[blocks, heads, values, keys]``, written; block 0 is no request's.
         indices: ``[requests]``, or ``[requests, steps]`` with a block for the state after each
-        token.
+            token.
         query_start_loc: ``[requests + 1]``; None for a token each.
         num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
-        1; or None.
+            1; or None.
         may_pad: whether padding tokens may have other decays and strengths than 0.
 
     Returns:

@@ -62,7 +62,10 @@ class Slab:
 
     Attributes:
         indices: ``[chunks, length]``, the token at each position of a chunk; the number of tokens
-        for padding. exists: ``[chunks, length]``. requests: ``[chunks]``.
+            for padding.
+        exists: ``[chunks, length]``, False for padding.
+        requests: ``[chunks]``, the request of each chunk.
+        tokens: number of tokens of the step.
     """
 
     indices: torch.Tensor
@@ -123,11 +126,11 @@ def decode(
 
     Args:
         states: ``[blocks, ...]``, written; block 0 is no request's and keeps what it has.
-        read, write: ``[requests]``, or ``[requests, steps]`` with a block for the state after each
-        token.
+        read: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
+        write: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
         query_start_loc: ``[requests + 1]``; None for a token each.
         num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
-        1; or None.
+            1; or None.
         output: ``[tokens, ...]``, written; rows of no request are undefined.
     """
     requests = len(read)

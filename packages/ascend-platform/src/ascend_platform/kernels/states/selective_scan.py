@@ -42,7 +42,8 @@ def mamba_chunk_scan_combined_varlen(
         x: ``[tokens, heads, size]``.
         dt: ``[tokens, heads]``.
         A: ``[heads]``.
-        B, C: ``[tokens, groups, state]``.
+        B: ``[tokens, groups, state]``.
+        C: ``[tokens, groups, state]``.
         final_states_out: the cache ``[blocks, heads, size, state]`` whose blocks
             `final_state_indices`, ``[requests]``, get the states; since vLLM 0.33.
 
@@ -102,10 +103,13 @@ def selective_scan_fn(
     """Mamba 1: compute sequences, or chunks of them, by scans of 64 tokens.
 
     Args:
-        u, delta, z: ``[channels, tokens]``.
+        u: ``[channels, tokens]``.
+        delta: ``[channels, tokens]``.
+        z: ``[channels, tokens]``.
         ssm_states: ``[blocks, channels, state]``, written.
         A: ``[channels, state]``.
-        B, C: ``[state, tokens]``.
+        B: ``[state, tokens]``.
+        C: ``[state, tokens]``.
 
     Returns:
         ``[channels, tokens]``.
@@ -163,9 +167,12 @@ def selective_state_update(
 
     Args:
         state: ``[blocks, heads, size, state]``, written; without heads for Mamba 1, as all others.
-        x, dt, z: ``[tokens, heads, size]``.
+        x: ``[tokens, heads, size]``.
+        dt: ``[tokens, heads, size]``.
+        z: ``[tokens, heads, size]``.
         A: ``[heads, size, state]``.
-        B, C: ``[tokens, groups, state]``.
+        B: ``[tokens, groups, state]``.
+        C: ``[tokens, groups, state]``.
     """
     assert state_batch_indices is not None
     assert out is not None

@@ -37,8 +37,8 @@ def eagle_step(
     """Advance each request by one token: update positions, slot mapping and seq_lens in place.
 
     Args:
-        positions, out_positions: int64 ``[batch_size]``; a position beyond ``max_model_len``
-        becomes 0.
+        positions: int64 ``[batch_size]``.
+        out_positions: int64 ``[batch_size]``; a position beyond ``max_model_len`` becomes 0.
         block_table: int32 ``[batch_size, n_blocks_per_req]``.
         seq_lens: int32 ``[batch_size]``.
         out_slot_mapping: int64. Where Triton's kernel writes ``pad_slot_id``, for padding and for
@@ -136,17 +136,20 @@ def expand_eagle_inputs(
     There are as many padding tokens as rejected tokens.
 
     Args:
-        target_token_ids, target_positions: ``[total_input_tokens]``, the target model's input.
+        target_token_ids: ``[total_input_tokens]``, the tokens of the target model.
+        target_positions: ``[total_input_tokens]``, their positions.
         query_start_loc: ``[num_reqs + 1]``, first token of each request.
         query_end_loc: ``[num_reqs]``, last valid token of each request.
-        out_input_ids, out_positions: the drafter's input.
-        out_is_rejected, out_is_masked: masks of padding tokens and of parallel drafting tokens.
+        out_input_ids: the drafter's tokens.
+        out_positions: the drafter's positions.
+        out_is_rejected: mask of padding tokens.
+        out_is_masked: mask of parallel drafting tokens.
         out_new_token_indices: ``[num_reqs * num_slots]``, indices of the next token and the
-        parallel drafting tokens.
+            parallel drafting tokens.
         out_hidden_state_mapping: ``[total_input_tokens]``, output index of each input token's
             hidden state; written with ``shift_input_ids``.
         shift_input_ids: drop each request's first token, for drafters that take the previous
-        token's hidden state.
+            token's hidden state.
     """
     num_reqs, device = query_end_loc.shape[0], target_token_ids.device
     starts, ends = query_start_loc[:num_reqs].long(), query_end_loc.long()

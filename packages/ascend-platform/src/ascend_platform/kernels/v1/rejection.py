@@ -43,9 +43,9 @@ def write_accepted(
 
     Args:
         output: int32 ``[requests, max_spec_len + 1]``; only rows where ``rows`` bool ``[requests]``
-        is True are written, or all.
-        tokens, accepted: ``[tokens]``, the token to emit at each draft position, and whether the
-        draft was accepted.
+            is True are written, or all.
+        tokens: ``[tokens]``, the token to emit at each draft position.
+        accepted: ``[tokens]``, whether the draft was accepted.
         bonus_token_ids: int64 ``[requests, 1]``.
     """
     if not tokens.shape[0]:  # no request has draft tokens
@@ -82,11 +82,12 @@ def rejection_greedy_sample(
     draft.
 
     Args:
-        draft_token_ids, target_argmax, uniform_probs: ``[tokens]``; a draft token id of -1 is
-        rejected.
+        draft_token_ids: ``[tokens]``; -1 is rejected.
+        target_argmax: ``[tokens]``.
+        uniform_probs: ``[tokens]``.
         is_greedy: bool ``[requests]``; None if all requests are greedy.
         synthetic_conditional_rates: float32 ``[max_spec_len]``, acceptance probabilities by draft
-        position in synthetic mode.
+            position in synthetic mode.
     """
     tokens = target_argmax
     if synthetic_mode:
@@ -131,8 +132,8 @@ def rejection_random_sample(
     of the first rejected one.
 
     Args:
-        draft_probs, target_probs: float32 ``[tokens, vocab_size]``; without draft_probs the draft's
-        probability is 1.
+        draft_probs: float32 ``[tokens, vocab_size]``, or None: the draft's probability is 1.
+        target_probs: float32 ``[tokens, vocab_size]``.
         recovered_token_ids: ``[tokens]``, from :func:`sample_recovered_tokens`.
         uniform_probs: float64 ``[tokens]`` in [0, 1).
     """

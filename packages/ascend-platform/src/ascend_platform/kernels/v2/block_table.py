@@ -141,7 +141,8 @@ class NPUBlockTables(BlockTables):
         """Like :meth:`compute_slot_mappings`, on the host.
 
         Args:
-            rows, positions: int64 ``[tokens]``, each token's state and position in its request.
+            rows: int64 ``[tokens]``, each token's state.
+            positions: int64 ``[tokens]``, each token's position in its request.
         """
         mappings = self.slot_mappings if out is None else out
         copies = []

@@ -31,9 +31,9 @@ class HostStep(Step):
         positions: of the tokens in their requests, int64 ``[tokens]``.
         seq_lens: tokens of each request with those of the step.
         samples: whether a request samples a token, which one whose prompt has further chunks does
-        not.
+            not.
         in_prefill: whether a request's tokens in the step are of its prompt, or of its answer
-        before a preemption.
+            before a preemption.
         one_each: whether each request has one token in the step.
         has_prefill: whether a request is in prefill.
     """

@@ -94,7 +94,7 @@ def rejection_sample(
         draft_logits: ``[states, steps, vocab_size]`` before temperature.
         draft_sampled: ``[logits]``, the first of each request no draft token; -1 is rejected.
         contexts: int64 ``[logits, context_width]`` with a key for watermarks, of the requests with
-        ``watermarking``, except for the logits of the mask.
+            ``watermarking``, except for the logits of the mask.
 
     Returns:
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
@@ -155,7 +155,8 @@ class _Rows(NamedTuple):
         logits: ``[rows, vocab_size]``.
         drafted: the draft token after the row.
         best: the most probable token.
-        states, numbers: index of the request's state, and number of the row in its request.
+        states: index of the request's state.
+        numbers: number of the row in its request.
     """
 
     logits: torch.Tensor

@@ -28,7 +28,8 @@ class States(NamedTuple):
     """States of all requests that a step's sampling changes.
 
     Attributes:
-        computed, total: numbers of computed and of known tokens, int32 ``[states]``.
+        computed: number of computed tokens, int32 ``[states]``.
+        total: number of known tokens, int32 ``[states]``.
         last_sampled: int64 ``[states]``.
         token_ids: int32 ``[states, max_model_len]``.
         bin_counts: how often each token is in the output, int32 ``[states, vocab_size]``; None if
@@ -48,7 +49,8 @@ class Sampled(NamedTuple):
     Attributes:
         rows: state of each request, int64 ``[requests]``; negative for one that has ended.
         tokens: ``[requests, columns]``, of which ``num_sampled`` are valid.
-        num_sampled, num_rejected: int32 ``[requests]``.
+        num_sampled: number of sampled tokens, int32 ``[requests]``.
+        num_rejected: number of rejected drafts, int32 ``[requests]``.
         query_start_loc: int32 ``[requests + 1]``; None for an earlier batch of a pipeline.
     """
 

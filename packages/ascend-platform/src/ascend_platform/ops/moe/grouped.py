@@ -34,14 +34,14 @@ def run_experts(
 
     Args:
         w13: ``[experts, 2 * inner, hidden]``, gate and up projections, or ``[experts, inner,
-        hidden]`` without a gate.
+            hidden]`` without a gate.
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
         lora: adapters of the rows (``ascend_platform.ops.moe.lora.RowLoRA``), or None.
         activation: of the first matmul, whose result becomes ``[rows, inner]``.
         biases: of both matmuls, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for
-        bfloat16 rows; or None.
+            bfloat16 rows; or None.
     """
     first, second = ({} if bias is None else {"bias": bias} for bias in biases)
     return with_adapters(
@@ -99,9 +99,9 @@ def combine(
 
     Args:
         expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last, with any
-        values; the last becomes zeros.
+            values; the last becomes zeros.
         row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1, of another rank's
-        expert, becomes the last one.
+            expert, becomes the last one.
         topk_weights: ``[tokens, k]``, float32 or of the model's dtype.
         has_dropped: whether there may be dropped rows.
     """

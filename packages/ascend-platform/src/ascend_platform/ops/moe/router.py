@@ -31,7 +31,9 @@ def topk_softmax(
     float32, or with ``renormalize`` in the dtype of the logits.
 
     Args:
-        topk_weights, topk_indices, token_expert_indices: vLLM's buffers for the results; not used.
+        topk_weights: vLLM's buffer for the weights; not used.
+        topk_indices: vLLM's buffer for the experts; not used.
+        token_expert_indices: vLLM's buffer for the rows of experts; not used.
         gating_output: ``[tokens, experts]`` of float32, float16 or bfloat16.
         renormalize: scale the weights of a token to a sum of 1.
         e_score_correction_bias: ``[experts]``, added for the selection only.
@@ -155,11 +157,11 @@ def eplb_map_to_physical(
 
     Args:
         expert_load_view: ``[physical experts]``, token counts; updated if ``record_enabled``, a
-        scalar bool, is True.
+            scalar bool, is True.
         logical_to_physical_map: ``[experts, max replicas]``; expert i has
-        ``logical_replica_count[i]`` replicas.
+            ``logical_replica_count[i]`` replicas.
         num_unpadded_tokens: scalar; later tokens are padding and not counted. Without it all tokens
-        are counted.
+            are counted.
     """
     ids = topk_ids.long()
     token = torch.arange(len(ids), device=ids.device).unsqueeze(1)

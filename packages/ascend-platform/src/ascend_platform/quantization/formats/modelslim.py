@@ -213,7 +213,7 @@ class ModelSlimConfig(QuantizationConfig):
 
         Raises:
             RefusedError: vLLM keeps a layer unquantized, such as the indexer's wk of DeepSeek-V3.2,
-            or without a bias.
+                or without a bias.
         """
         modules = dict(model.named_modules())
         self._check_biases(modules)

@@ -54,7 +54,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
 
     Args:
         stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and
-        ``w2_<name>``.
+            ``w2_<name>``.
         read: converts these tensors to a matrix.
         group_size: inputs per scale; 0 or -1 for one scale per channel.
         name: of the layer, for errors.

@@ -78,7 +78,8 @@ class W8A8(Scheme):
             weight: int8 ``[out, in]``.
             factor: float32 ``[out]``, the dequantization scale.
             bias: int32 ``[out]``, added to the int32 matmul.
-            scale, offset: float32 ``[1]``, of the inputs.
+            scale: of the inputs, float32 ``[1]``.
+            offset: of the inputs, float32 ``[1]``.
             dtype: of the outputs.
         """
         factor = factor.float().contiguous()

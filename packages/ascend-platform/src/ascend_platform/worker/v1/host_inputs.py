@@ -21,7 +21,8 @@ class StepInputs:
     takes the host a launch, and the NPU a few microseconds.
 
     Attributes:
-        host, device: the inputs by name, in pinned memory and on the NPU.
+        host: the inputs by name, in pinned memory.
+        device: the inputs by name, on the NPU.
     """
 
     def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
