@@ -23,7 +23,7 @@ def texts() -> dict[str, str]:
 
 
 def errors(row: str, sources: dict[str, str]) -> list[str]:
-    """What a row names after "Code: " and the sources contradict."""
+    """Names that follow "Code: " in a row and are not, or must not be, in the sources."""
     _, marker, code = row.partition(" Code: ")
     here, _, absent = code.partition("none has ")
     named, without = re.findall(r"`(.+?)::(.+?)`", here), re.findall(r"`(.+?)`", absent)

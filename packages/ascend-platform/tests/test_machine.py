@@ -9,6 +9,7 @@ import os
 import socket
 
 import pytest
+from ascend_platform import host
 from ascend_platform.config import devices
 from ascend_platform.process import sockets
 from vllm.config import ParallelConfig
@@ -26,6 +27,14 @@ def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable
     parallel = ParallelConfig(tensor_parallel_size=needed, distributed_executor_backend="mp")
     with pytest.raises(ValueError, match=rf"the layout needs {needed} NPUs .*{said}"):
         devices.check(parallel)
+
+
+def test_device_ids_that_the_machine_does_not_have(monkeypatch):
+    monkeypatch.setattr(host, "npu_count", lambda: (4, ""))
+    devices.check(ParallelConfig(assigned_physical_gpu_ids=[3]))
+    line = "--device-ids names NPU 4, 9, and this machine has 4; fix: choose among 0 to 3"
+    with pytest.raises(ValueError, match=line):
+        devices.check(ParallelConfig(assigned_physical_gpu_ids=[0, 4, 9]))
 
 
 def test_ranks_on_a_machine_without_loopback_are_refused(monkeypatch):
