@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Matrix products."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -249,25 +250,60 @@ def test_processors_without_bfloat16_instructions(limit):
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda a, b: torch.mm(a, b),
-        lambda a, b: a[None] @ b[None],
-        lambda a, b: torch.addmm(a, a, b),
-        lambda a, b: torch.addmm(a, b, b),
-        lambda a, b: torch.baddbmm(a[None], a[None], b[None]),
-        lambda a, b: torch.addbmm(a, a[None], b[None]),
-        lambda a, b: F.linear(a, b),
-    ],
-)
-@pytest.mark.parametrize("other", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_matrices_of_other_dtypes_are_refused(call, dtype, other):
-    if dtype == other:
-        return
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
-        call(torch.ones(4, 4, dtype=dtype).npu(), torch.ones(4, 4, dtype=other).npu())
+PROMOTED = {
+    "mm": lambda a, b: torch.mm(a, b),
+    "matmul": lambda a, b: a[None, None] @ b[None],
+    "bmm": lambda a, b: torch.bmm(a[None], b[None]),
+    "vector": lambda a, b: a[0] @ b,
+    "mv": lambda a, b: torch.mv(a, b[0]),
+    "addmm": lambda a, b: torch.addmm(a, a, b),
+    "addmm of others": lambda a, b: torch.addmm(a, b, b, beta=0.5, alpha=2),
+    "addmm_": lambda a, b: a.clone().addmm_(b, a),
+    "addmv": lambda a, b: torch.addmv(a[0], a, b[0]),
+    "baddbmm": lambda a, b: torch.baddbmm(a[None], a[None], b[None]),
+    "addbmm": lambda a, b: torch.addbmm(a, a[None], b[None]),
+    "linear": lambda a, b: F.linear(a, b, a[0]),
+}
+MIXED = list(itertools.permutations(FLOATS, 2))
+
+
+@pytest.mark.parametrize("name", PROMOTED)
+@pytest.mark.parametrize(("dtype", "other"), MIXED, ids=str)
+def test_matrices_of_two_dtypes_are_promoted(name, dtype, other):
+    """The result has the dtype that op-plugin gives it: that of the first, but for two."""
+    call, (a, b) = PROMOTED[name], (torch.randn(16, 16).to(each) for each in (dtype, other))
+    found = call(a.npu(), b.npu())
+    assert found.dtype == {"addmv": torch.float32, "mv": other}.get(name, dtype)
+    expected = call(a.double(), b.double())
+    bound = 4 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=bound, atol=4 * bound)
+
+
+@pytest.mark.parametrize("shapes", [[(1, 7, 10), (5, 10, 15)], [(8, 75, 16), (16, 43)]], ids=str)
+@pytest.mark.parametrize(("dtype", "other"), MIXED, ids=str)
+def test_gradients_of_matrices_of_two_dtypes(shapes, dtype, other):
+    """As op-plugin's test_matmul.py, test_matmul_backward_shape_diff_input_types."""
+    given = [
+        torch.randn(shape).to(each) for shape, each in zip(shapes, (dtype, other), strict=True)
+    ]
+    ours, wide = (
+        [each.requires_grad_() for each in made]
+        for made in ([each.npu() for each in given], [each.double() for each in given])
+    )
+    for a, b in (ours, wide):
+        (a @ b).sum().backward()
+    for each, expected in zip(ours, wide, strict=True):
+        assert each.grad.dtype == each.dtype
+        error = (each.grad.cpu().double() - expected.grad).abs().max() / expected.grad.abs().max()
+        assert error < 2e-2
+
+
+def test_products_of_two_dtypes_keep_the_limits_of_cubes_and_outputs():
+    half, single = torch.ones(4, 4, dtype=torch.half).npu(), torch.ones(4, 4).npu()
+    with pytest.raises(RuntimeError, match=r"rule batch_matmul\.out-dtype"):
+        torch.bmm(half[None], single[None], out_dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.dot(half[0], single[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -34,6 +34,28 @@ void multiply_into(const Matmul& matmul, Tensor out, const Inputs&... inputs) {
   if (is_slow_matmul(out.scalar_type())) return multiply_wide(matmul, out, inputs...);
   matmul(out, inputs...);
 }
+
+// The type in which CANN multiplies matrices of several types: PyTorch's promotion ("aclnnMm",
+// "aclnnMatmul", "aclnnAddmm", "aclnnBaddbmm", "aclnnAddmv", and "aclnnBatchMatMul" from CANN
+// 8.3 on).
+template <class... Inputs> at::ScalarType promoted(const Tensor& first, const Inputs&... others) {
+  auto type = first.scalar_type();
+  ((type = c10::promoteTypes(type, others.scalar_type())), ...);
+  return type;
+}
+// multiply_into() of inputs of any types; the result is converted to that of out. torch_npu gives
+// out the type of the first input.
+template <class Matmul, class... Inputs>
+void multiply_promoted(const Matmul& matmul, Tensor out, const Inputs&... inputs) {
+  const auto type = promoted(inputs...);
+  if (type == out.scalar_type() && (... && (inputs.scalar_type() == type)))
+    return multiply_into(matmul, out, inputs...);
+  emu::require(at::isFloatingType(out.scalar_type()) || out.scalar_type() == type, "out is ",
+      out.scalar_type(), " and the product ", type, "; allowed: this type and floating types");
+  auto product = at::empty(out.sizes(), out.options().dtype(type));
+  multiply_into(matmul, product, inputs.to(type)...);
+  out.copy_(product);
+}
 inline constexpr auto kMatmul = [](auto& out, const auto& a, const auto& b) {
   at::matmul_out(out, a, b);
 };
