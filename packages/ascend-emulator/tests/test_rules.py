@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch_npu
-from ascend_emulator import build, rules
+from ascend_emulator import build, rule_parameters, rules
 from ascend_emulator.verify import operators, tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,17 +84,41 @@ def test_rules_of_the_sources_are_in_the_tables():
     assert named == without_limits
 
 
-@pytest.mark.parametrize("each", rules.descriptions(), ids=lambda each: each.name)
-def test_limits_are_about_parameters_of_the_source(each):
-    directory = (build.SOURCES / each.family).parent
-    text = "".join(path.read_text() for path in sorted(directory.glob("*.[ch]*")))
-    assert all(f"{name.removeprefix('aclop::')}," in text for name in each.operators)
-    for rule in each.rules:
-        for limit in (*rule.limits, *rule.when):
-            documented = set(re.findall(r"(?:^| is )([a-zA-Z]\w*)", limit))
-            for name in documented - {"chip", "contiguous", "absent", "given"}:
-                parameter = each.names.get(name, name)
-                assert re.search(rf"\b{parameter}[,)]", text), f"{rule.id}: {limit}"
+def without_a_parameter(limit):
+    """A table of one rule, about matrices of aclnnBatchMatMul."""
+    rule = rules.Rule("batch_matmul.out-dtype", (limit,), (), (), "no document", "inferred", None)
+    return rules.Description(
+        "batch_matmul", "ops/matmul/matmul", ("aclnnBatchMatMul",), (), {}, None, (rule,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "parameter"),
+    [
+        ("mat2.size(0) in 1..65535", "mat2"),
+        ("self.dtype is mat2.dtype", "mat2"),
+        ("other.size(0) is mat2.size(0)", "mat2"),
+    ],
+)
+def test_a_limit_of_no_parameter_is_refused_before_compiling(
+    monkeypatch, tmp_path, limit, parameter
+):
+    """The parameter is called ``other`` in the source; such a limit held for each call."""
+    monkeypatch.setattr(rules, "descriptions", lambda: (without_a_parameter(limit),))
+    said = f"rule batch_matmul.out-dtype: '{limit}' is about '{parameter}', which is no parameter of"
+    with pytest.raises(build.BuildError, match=re.escape(said)):
+        build._build(tmp_path, ["false"], (), print)
+
+
+def test_operators_of_all_forms_have_parameters():
+    """Those of structs, of templates, of macros and of the graph."""
+    known = rule_parameters.parameters(
+        path for path in build.SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h")
+    )
+    assert {"key_prefix", "query_rope", "block_size"} <= known["aclnnFusedInferAttentionScoreV3"]
+    assert {"x1", "transpose_x2"} <= known["aclnnQuantMatmulWeightNz"]
+    assert {"x1", "y"} <= known["Add"]
+    assert "mat2" in known["aclnnMatmulWeightNz"] - known["aclnnBatchMatMul"]
 
 
 def test_broken_rules_are_counted_at_exit(run):

@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ascend_emulator import cache as cached
-from ascend_emulator import cann_names, facts, families, limits, rules
+from ascend_emulator import cann_names, facts, families, limits, rule_parameters, rules
 from ascend_emulator.cache import BuildError
 from ascend_emulator.cache import root as cache_root
 
@@ -413,6 +413,10 @@ def _build(
     sources = {"stubs": [stubs], **units()}
     for unit, paths in write_generated(target).items():
         sources[unit] = [*sources[unit], *paths]
+    written = {path for paths in sources.values() for path in paths}
+    known = rule_parameters.parameters(written | {*SOURCES.rglob("*.h")})
+    for error in rule_parameters.unbound(rules.descriptions(), known):
+        raise BuildError(f"ascend-emulator: {error}")
     # A changed header rebuilds the units that include it only.
     contents = {name: _read(paths, target) for name, paths in sources.items()}
     built = {
