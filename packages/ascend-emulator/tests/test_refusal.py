@@ -70,9 +70,12 @@ VALUES |= {
         f"""pages, slots = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device="npu"), torch.tensor([0, 1, {slot}]).npu()
 store = lambda: torch_npu.npu_scatter_pa_kv_cache(half[0], half[0], pages, pages.clone(), slots, cache_mode="Norm")
 attempt("{name}", lambda: (store(), torch.npu.synchronize()))""",
-        f"aclnnScatterPaKvCache: slot {slot} is outside the cache",
+        f"aclnnScatterPaKvCache: slot {slot} is {said}",
     )
-    for name, slot in (("slot", 99), ("negative slot", -1))
+    for name, slot, said in (
+        ("slot", 99, "outside the cache"),
+        ("negative slot", -1, "negative; allowed: 0 or more (rule scatter_pa_kv_cache.slots, "),
+    )
 }
 VALUES |= {
     name: (

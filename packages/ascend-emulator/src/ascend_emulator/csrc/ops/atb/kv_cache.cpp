@@ -41,8 +41,7 @@ ATB_PARAMETERS(ReshapeAndCache, 3, 5,
       COMPUTE {
         for (const auto& [rows, cache, nz] : pairs) {
           const auto shape = by_slot(cache, nz);
-          SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kLeftOut)
-              .put(cache, rows, nz);
+          SlotMapping(slots, shape.size(0) * shape.size(1)).put(cache, rows, nz);
         }
       };
     })

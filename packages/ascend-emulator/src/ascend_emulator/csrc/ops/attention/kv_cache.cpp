@@ -17,6 +17,14 @@ bool fractal_mode(const Text& cache_mode) {
   return cache_mode == "PA_NZ";
 }
 
+// The slots of tokens in a cache. vLLM marks padding by -1.
+SlotMapping slots_in(const Tensor& cache, const Tensor& slots, bool fractal) {
+  rule("scatter_pa_kv_cache.slots", !SlotMapping::has_negative(slots), "slot ",
+      slots.numel() ? slots.min().item<int64_t>() : 0, " is negative; allowed: 0 or more");
+  const auto shape = by_slot(cache, fractal);
+  return {slots, shape.size(0) * shape.size(1)};
+}
+
 }  // namespace
 
 namespace emu {
@@ -91,8 +99,7 @@ CHECKED(aclnnScatterPaKvCache,
         check_cache("value_cache", value_cache, "value", value, fractal);
       });
       COMPUTE {
-        const auto shape = by_slot(key_cache, fractal);
-        const SlotMapping where(slots, shape.size(0) * shape.size(1), Negative::kRefused);
+        const auto where = slots_in(key_cache, slots, fractal);
         where.put(key_cache, key, fractal);
         where.put(value_cache, value, fractal);
       };
@@ -107,11 +114,7 @@ CHECKED(aclnnScatterPaCache,
       const bool fractal = fractal_mode(cache_mode);
       rule("scatter_pa_kv_cache.cache-shapes",
           [&] { check_cache("key_cache", key_cache, "key", key, fractal); });
-      COMPUTE {
-        const auto shape = by_slot(key_cache, fractal);
-        SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kRefused)
-            .put(key_cache, key, fractal);
-      };
+      COMPUTE { slots_in(key_cache, slots, fractal).put(key_cache, key, fractal); };
     })
 
 CHECKED(aclnnGatherPaKvCache,

@@ -13,23 +13,20 @@ inline Tensor by_slot(const Tensor& cache, bool fractal) {
   return fractal ? cache.transpose(1, 2) : cache;
 }
 
-// slot = block * block_size + offset. ATB skips negative slots; aclnn's operators refuse them.
-enum class Negative { kLeftOut, kRefused };
-
+// slot = block * block_size + offset. Rows with a negative slot are not written: ATB's operators
+// document that, aclnn's refuse such slots by a rule.
 struct SlotMapping {
   Tensor rows, where;  // written rows (undefined: all), and their slots
-  SlotMapping(const Tensor& slots, int64_t limit, Negative negative)
-      : where(slots.to(at::kLong).contiguous()) {
+  SlotMapping(const Tensor& slots, int64_t limit) : where(slots.to(at::kLong).contiguous()) {
     const auto* slot = where.const_data_ptr<int64_t>();
-    bool skips = false;
-    for (int64_t i = 0; i < where.numel(); ++i) {
-      require(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), "slot ", slot[i],
-          " is outside the cache of ", limit);
-      skips = skips || slot[i] < 0;
-    }
-    if (!skips) return;
+    for (int64_t i = 0; i < where.numel(); ++i)
+      require(slot[i] < limit, "slot ", slot[i], " is outside the cache of ", limit);
+    if (!has_negative(where)) return;
     rows = (where >= 0).nonzero().squeeze(-1);
     where = where.index_select(0, rows);
+  }
+  static bool has_negative(const Tensor& slots) {
+    return slots.numel() && slots.min().item<int64_t>() < 0;
   }
   void put(const Tensor& cache, const Tensor& values, bool fractal) const {
     const auto chosen = rows.defined() ? values.index_select(0, rows) : values;

@@ -82,7 +82,8 @@ struct Prolog {
     query_rope.copy_(rope.reshape(query_rope.sizes()));
     if (kv_cache.numel() == 0) return;
     const int64_t least = index.min().item<int64_t>();
-    require(least >= 0, "cache_index has ", least, "; it must be in [0, blocks * block_size)");
+    rule("mla_prolog.slots", least >= 0, "cache_index has ", least,
+        "; it must be in [0, blocks * block_size)");
     const auto keys = product(flat, down_key, x_scale, down_key_scale);
     const auto key =
         rms_normed(keys.narrow(-1, 0, latent), key_gamma, key_epsilon) * key_correction;
