@@ -73,6 +73,54 @@ def test_latent_attention_over_pages(queries, order, layout):
     close(lse, arranged(sums, "TND") if lengths else sums, ulps=2e4)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_latent_attention_of_128_heads(queries, window):
+    """DeepSeek-V3's, where tensor parallelism does not divide them."""
+    if window and queries == 1:
+        pytest.skip("a window goes with several query tokens")
+    heads, length = 128, 150
+    query, rope = (torch.randn(BATCH, queries, heads, size).bfloat16() for size in (512, 64))
+    latent, key_rope = (torch.randn(BATCH, length, size).bfloat16() for size in (512, 64))
+    seed = torch.random.get_rng_state()
+    cache, table = paged(latent, 128, "H", torch.bfloat16)
+    torch.random.set_rng_state(seed)
+    rope_cache, _ = paged(key_rope, 128, "H", torch.bfloat16)
+    masked = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 4 if window else 3}
+    masked |= {"pre_tokens": window, "next_tokens": 0} if window else {}
+    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
+        query.npu(),
+        cache.npu(),
+        cache.npu(),
+        query_rope=rope.npu(),
+        key_rope=rope_cache.npu(),
+        num_query_heads=heads,
+        num_key_value_heads=1,
+        softmax_scale=0.04,
+        input_layout="BSND",
+        block_table=table.npu(),
+        block_size=128,
+        actual_seq_kvlen=[length] * BATCH,
+        **(masked if queries > 1 else {}),
+    )
+    at = torch.arange(queries)[:, None] + length - queries
+    mask = torch.arange(length)[None] > at
+    if window:
+        mask |= torch.arange(length)[None] < at - window
+    for i in range(BATCH):
+        keys = torch.cat([latent[i], key_rope[i]], -1)[None]
+        q = torch.cat([query[i], rope[i]], -1).transpose(0, 1)
+        close(out[i].transpose(0, 1), reference(q, keys, latent[i, None], 0.04, mask)[0])
+
+
+def test_other_attention_has_up_to_64_query_heads_for_a_key_head():
+    query, key = (torch.zeros(1, n, 1, 128, dtype=torch.half).npu() for n in (128, 1))
+    with pytest.raises(RuntimeError, match=r"at most 64 is allowed \(rule fused_infer\.groups"):
+        torch_npu.npu_fused_infer_attention_score(
+            query, key, key, num_heads=128, num_key_value_heads=1, input_layout="BNSD", scale=1.0
+        )
+
+
 @pytest.mark.parametrize(
     ("requests", "tokens", "said"),
     [

@@ -17,6 +17,9 @@ namespace emu {
 // learn of it.
 using OnFailure = std::function<void(const std::string& reason)>;
 void on_failure(OnFailure failed);
+// The workspace of the operator that this thread prepares depends on the keys of its longest
+// request.
+void workspace_for_keys(int64_t keys);
 
 // Callable that an operator executes on the stream. A computation may modify its captures and a
 // replayed graph executes it again, so each execution calls a copy, unless the callable is const.
@@ -58,6 +61,8 @@ struct aclOpExecutor {
   bool communicates = false;             // facts.h
   std::vector<emu::Fractal> fractals{};  // unpacked before each execution
   emu::OnFailure failed{};               // of an operator that communicates
+  uint64_t workspace = 0;                // bytes
+  int64_t keys = 0;  // of the longest request, where the workspace depends on it
   void run() const {
     for (const auto& each : fractals) each.unpack();
     compute();

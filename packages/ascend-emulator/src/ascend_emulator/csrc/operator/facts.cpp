@@ -52,6 +52,19 @@ const OperatorFacts& facts_of(const char* name) {
   return found == end || std::strcmp(found->name, name) ? none : *found;
 }
 
+// That attention needs more workspace for longer sequences is reported (vllm-ascend, pull request
+// 15486), and how much more is not published.
+namespace {
+constexpr int64_t kKeys = 128;
+constexpr uint64_t kBytesOfKeys = 512;
+}  // namespace
+uint64_t workspace_of_keys(int64_t keys) {
+  return static_cast<uint64_t>((keys + kKeys - 1) / kKeys) * kBytesOfKeys;
+}
+int64_t keys_of_workspace(uint64_t bytes) {
+  return static_cast<int64_t>(bytes / kBytesOfKeys) * kKeys;
+}
+
 uint64_t workspace_bytes(const OperatorFacts& facts, const std::vector<at::Tensor>& tensors) {
   switch (facts.workspace) {
     case Workspace::none: return 0;

@@ -135,6 +135,7 @@ const char* with_fields(const char* parameters, std::initializer_list<const char
 
 namespace {
 thread_local OnFailure claimed;
+thread_local int64_t claimed_keys = 0;
 
 // Executors that were made and neither launched nor destroyed: each is launched once.
 std::mutex executors_mutex;
@@ -146,6 +147,7 @@ bool take_back(const aclOpExecutor* executor) {
 }  // namespace
 
 void on_failure(OnFailure failed) { claimed = std::move(failed); }
+void workspace_for_keys(int64_t keys) { claimed_keys = keys; }
 
 aclOpExecutor* hand_out(std::unique_ptr<aclOpExecutor> made) {
   std::lock_guard lock(executors_mutex);
@@ -173,7 +175,22 @@ void recheck(const aclOpExecutor& executor) {
 }
 }  // namespace
 
-int launch(const char* name, aclOpExecutor* executor, void* stream) {
+namespace {
+// A captured call has the workspace that was made for its first lengths, and an update gives it
+// others. torch_npu makes it of as many elements of the query's type as CANN asks for bytes
+// (op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp); nobody planned that margin.
+void check_workspace(const aclOpExecutor& executor, uint64_t given) {
+  if (!executor.keys || given == executor.workspace) return;
+  const uint64_t asked = given / executor.tensors.front().element_size(),
+                 others = executor.workspace - workspace_of_keys(executor.keys);
+  rule("attention_workspace.keys", asked >= executor.workspace, "a request has ", executor.keys,
+      " keys, and the workspace was made for ",
+      asked > others ? keys_of_workspace(asked - others) : 0,
+      ": get_max_workspace must have the longest lengths of later updates");
+}
+}  // namespace
+
+int launch(const char* name, aclOpExecutor* executor, void* stream, uint64_t given) {
   if (!executor) {
     // GetWorkspaceSize failed, perhaps on another thread, and some callers ignore its status.
     return removed(name)
@@ -187,6 +204,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
   std::shared_ptr<aclOpExecutor> owned(executor);
   return operator_done(name, guarded(name, [&] {
     const auto on = stream_at(stream);
+    check_workspace(*owned, given);
     if (null_mode() && !owned->reports_shape) return;
     Task task{name, [owned, name] {
                 try {
@@ -334,12 +352,15 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
     made->parameters = info.parameters;
     ArgumentReader reader(info, *made);
     claimed = nullptr;
+    claimed_keys = 0;
     made->compute = take(reader);
     made->failed = std::exchange(claimed, nullptr);
     made->reports_shape = info.reports_shape;
     const auto& facts = info.facts();
     made->communicates = facts.communicates;
-    *bytes = workspace_bytes(facts, made->tensors);
+    made->keys = claimed_keys;
+    made->workspace = *bytes =
+        workspace_bytes(facts, made->tensors) + workspace_of_keys(made->keys);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
     *executor = hand_out(std::move(made));
   }));

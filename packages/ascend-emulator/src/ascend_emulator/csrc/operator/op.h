@@ -68,7 +68,8 @@ struct Operator<Body, Name, Types<T...>> {
 // Registers the executor for launch(), which accepts it once, or discard().
 aclOpExecutor* hand_out(std::unique_ptr<aclOpExecutor> made);
 bool discard(aclOpExecutor* executor);  // false if it is not registered
-int launch(const char* name, aclOpExecutor* executor, void* stream);
+// given: bytes of the workspace that the caller has.
+int launch(const char* name, aclOpExecutor* executor, void* stream, uint64_t given = UINT64_MAX);
 
 }  // namespace emu
 
@@ -88,12 +89,12 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
   static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{ \
       #NAME, computed, __FILE__};                                                             \
   }
-#define OPERATOR(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, ...)                   \
-  OPERATOR_BODY(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, __VA_ARGS__)            \
-  RESOLVED(NAME##GetWorkspaceSize,                                             \
-      emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace) \
-  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {    \
-    return emu::launch(#NAME, executor, stream);                               \
+#define OPERATOR(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, ...)                      \
+  OPERATOR_BODY(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, __VA_ARGS__)               \
+  RESOLVED(NAME##GetWorkspaceSize,                                                \
+      emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace)    \
+  EXPORT int NAME(void*, uint64_t given, aclOpExecutor* executor, void* stream) { \
+    return emu::launch(#NAME, executor, stream, given);                           \
   }
 #define OP(NAME, PARAMS, ...) OPERATOR(void, true, nullptr, NAME, PARAMS, __VA_ARGS__)
 // For outputs whose size is that of a value, which stand-ins do not have.

@@ -41,6 +41,9 @@ Computation forward(const FlashInputs& in, const FlashSettings& settings, const 
     const FlashOptions& options) {
   Flash flash{in, settings, options, to.most.value_or(Tensor()), to.sum.value_or(Tensor())};
   flash.checked();
+  int64_t keys = 0;
+  for (const auto& span : flash.spans) keys = std::max(keys, span.kv_count);
+  workspace_for_keys(keys);
   return [flash = std::move(flash), out = to.out] { flash.forward(out); };
 }
 

@@ -89,6 +89,7 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
   void check_keys() const;
   void check_tokens() const;
   void check_pages() const;
+  void check_chunks() const;
   void check_prefix() const;
 
   void plan() {
@@ -165,6 +166,7 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
     check_lengths();
     check_mask();
     if (paged()) rule("fused_infer_pages.cache", [&] { check_pages(); });
+    if (paged()) check_chunks();
     check_latent();
     rule("fused_infer.key-shapes", [&] { check_keys(); });
     check_antiquant();

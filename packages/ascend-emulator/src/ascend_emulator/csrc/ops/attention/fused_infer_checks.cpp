@@ -122,15 +122,16 @@ void FusedInfer::check_antiquant() const {
 }
 
 void FusedInfer::check_heads() const {
-  rule("fused_infer.groups", heads % groups == 0 && heads / groups <= 64, heads, " heads over ",
-      groups, " key-value heads; a multiple of at most 64 is allowed");
+  const int64_t most = latent() ? 128 : 64;
+  rule("fused_infer.groups", heads % groups == 0 && heads / groups <= most, heads, " heads over ",
+      groups, " key-value heads; a multiple of at most ", most, " is allowed");
   rule("fused_infer.head-size", [&] {
     within("the head size", width, 1, 512);
     multiple("the head size", width, key[0].scalar_type() == at::kChar ? 32 : 16);
   });
   if (!latent() && packed(in)) rule("fused_infer.packed-head-sizes", [&] { check_packed_heads(); });
   rule("fused_infer.columns",
-      longest == 1 || (in != "BSH" && in != "BSND") || heads * width < 65535,
+      longest == 1 || latent() || (in != "BSH" && in != "BSND") || heads * width < 65535,
       "heads x head size is ", heads * width, " in layout ", layout, "; it must be below 65535");
   if (in != "BSH" && in != "NSD")
     rule("fused_infer.query-heads", [&] {
@@ -177,6 +178,7 @@ void FusedInfer::check_lengths() const {
   int64_t queries = 0, keys = 0;
   for (const auto& span : spans)
     queries = std::max(queries, span.count), keys = std::max(keys, span.kv_count);
+  workspace_for_keys(keys);
   if (queries > 1)
     return rule("fused_infer.long-sequences", [&] {
       within("the number of keys", keys, 0, 20971520);
@@ -342,6 +344,21 @@ void FusedInfer::check_pages() const {
       "; at most 65535 is allowed");
   require(cache.dim() != 5 || cache.size(4) == (small ? 32 : 16), "key has fractals of ",
       cache.size(-1), "; it must be ", small ? 32 : 16);
+}
+
+// Atlas A2 computes NaN and infinities from finite caches. It is seen in the later chunks of a
+// prompt, in calls that have prompts' other requests too; decodes with a token for each request
+// are served. The kernel of prompts computes all requests of a call.
+void FusedInfer::check_chunks() const {
+  if (!packed(in) || latent() || width <= 192 || !is_chip("Ascend910B")) return;
+  const bool several = std::any_of(
+                 spans.begin(), spans.end(), [](const Span& span) { return span.count > 1; }),
+             other = std::any_of(spans.begin(), spans.end(),
+                 [](const Span& span) { return span.kv_count && span.kv_count != span.count; });
+  rule("fused_infer_large_heads.pages", !several || !other, "the head size is ", width,
+      " with a block_table in layout ", layout,
+      ", for requests of more than one query token and keys before them; ", chip().name,
+      " allows 192: gather keys and values, and call without a block_table");
 }
 
 void FusedInfer::check_prefix() const {
