@@ -103,12 +103,12 @@ def test_swiglu_quant(mode, kind, left):
 @pytest.mark.parametrize("variant", [0, 1])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_dequant_swiglu_quant(grouped, variant):
-    x = torch.randint(-100, 100, (5, 256), dtype=torch.int32)
+    x = torch.randint(-100, 100, (5, 1024), dtype=torch.int32)
     groups = 2 if grouped else 1
     weight_scale, per_token, smooth = (
-        torch.rand(groups, 256) * 0.05,
+        torch.rand(groups, 1024) * 0.05,
         torch.rand(5, 1),
-        torch.rand(groups, 128) + 0.5,
+        torch.rand(groups, 512) + 0.5,
     )
     group = torch.tensor([0, 0, 1, 1, 1] if grouped else [0] * 5)
     index = torch.tensor([2, 3]).npu() if grouped else None

@@ -264,11 +264,11 @@ def test_layer_norm_of_the_compatible_mode(calls):
 
 def test_dequantization_and_swiglu(calls):
     x, factors = (
-        torch.randint(-900, 900, (3, 128), dtype=torch.int32).npu(),
-        (torch.rand(128) / 100).npu(),
+        torch.randint(-900, 900, (3, 1024), dtype=torch.int32).npu(),
+        (torch.rand(1024) / 100).npu(),
     )
-    rows, smooth = torch.rand(3).npu(), torch.rand(64).npu()
-    out, scale = npu(3, 64, dtype=torch.int8), npu(3)
+    rows, smooth = torch.rand(3).npu(), torch.rand(512).npu()
+    out, scale = npu(3, 512, dtype=torch.int8), npu(3)
     given = (x, factors, rows, None, smooth, None, None)
     calls.compute("DequantSwigluQuant", *given, True, "dynamic", out, scale)
     expected = torch_npu.npu_dequant_swiglu_quant(

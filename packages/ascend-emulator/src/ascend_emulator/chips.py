@@ -74,11 +74,17 @@ class Chip:
 def chips() -> dict[str, Chip]:
     """All chips by the name that users specify, which may be an alias of the SoC name."""
     table = toml.loads((Path(__file__).parent / "chips.toml").read_text())
-    common = table.pop("all")
+    common, only = table.pop("all"), table.pop("only")
     chips = {}
     for key, entry in table.items():
         row = common | entry
         hertz = row["clock_ghz"] * 1e9
+        others = [
+            name
+            for families, names in only.items()
+            if not key.startswith((*families.split(), "Ascend950"))
+            for name in names
+        ]
         chips[key] = Chip(
             name=row.get("soc", key),
             memory=row["memory_gib"] << 30,
@@ -86,7 +92,7 @@ def chips() -> dict[str, Chip]:
             cube_cores=row["cube_cores"],
             vector_cores=row["vector_cores"],
             correlated=row["correlated"],
-            lacks=(*table.get(row.get("lacks_as"), common)["lacks"], *row["lacks"]),
+            lacks=(*table.get(row.get("lacks_as"), common)["lacks"], *row["lacks"], *others),
             bfloat16=row["bfloat16"],
             streams=row["streams"],
             graph_nodes=row["graph_nodes"],

@@ -35,9 +35,10 @@ std::string without_suffix(const std::string& file) {
   return file.substr(0, file.find_last_of('.'));
 }
 
-const std::set<std::string>& removals() {
-  static const std::set<std::string> names = [] {
-    std::set<std::string> out;
+using Names = std::set<std::string, std::less<>>;
+const Names& removals() {
+  static const Names names = [] {
+    Names out;
     // what the user disabled, and what the chip does not have (chips.toml)
     for (const char* variable : {"ASCEND_EMULATOR_WITHOUT", "ASCEND_EMULATOR_LACKS"}) {
       std::stringstream list(std::getenv(variable) ? std::getenv(variable) : "");
@@ -88,7 +89,7 @@ void note(const char* name) {
 
 bool removed(const char* name) {
   static const bool none = removals().empty();
-  return !none && removals().count(name);
+  return !none && removals().count(std::string_view(name));
 }
 
 bool registered(const char* name) { return entries().count(name) != 0; }

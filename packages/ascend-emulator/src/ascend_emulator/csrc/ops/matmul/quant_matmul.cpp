@@ -25,6 +25,7 @@ struct Quantized {
   Tensor x1, x2, scale;
   Opt<Tensor> offset, pertoken, bias, y_offset;
   Tensor out;
+  bool in_nz;  // x2, whose matrix is a copy then
 
   bool words1() const { return x1.scalar_type() == at::kInt; }
   bool words2() const { return x2.scalar_type() == at::kInt; }
@@ -36,6 +37,12 @@ struct Quantized {
       require(of.numel() == 1 || of.numel() == n, name, " has shape ", of.sizes(),
           "; allowed: [1] and [", n, "]");
     };
+    // A view of one row or column is both.
+    rule("quant_matmul.transposed-310p",
+        !is_chip("Ascend310P") ||
+            ((in_nz || transposed(x2) || x2.size(-1) == 1 || x2.size(-2) == 1) && !transposed(x1)),
+        "x1 has strides ", x1.strides(), " and x2 ", x2.strides(), " for shape ", x2.sizes(), "; ",
+        chip().name, " takes x2 as a transposed view of [n, k] or in FRACTAL_NZ, and x1 as it is");
     if (grouped()) return;
     rule("quant_matmul.scale-size", [&] { per_column("scale", scale); });
     if (!absent(offset)) rule("quant_matmul.offset-size", [&] { per_column("offset", *offset); });
@@ -97,7 +104,9 @@ template <class Matrix> struct QuantMatmul {
     require(absent(y_scale), "y_scale is for float8, on Ascend950; None is allowed");
     require_emulated(!transpose_x1 && !transpose_x2,
         "transposing flags are not emulated; torch_npu passes transposed views");
-    const Quantized product{x1, x2, scale, offset, pertoken, bias, y_offset, out};
+    bool in_nz = false;
+    if constexpr (std::is_same_v<Matrix, Weight>) in_nz = x2.storage.defined();
+    const Quantized product{x1, x2, scale, offset, pertoken, bias, y_offset, out, in_nz};
     product.check_arguments();
     return [=] { product.run(); };
   }

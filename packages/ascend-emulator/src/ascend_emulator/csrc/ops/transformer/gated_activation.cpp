@@ -110,6 +110,9 @@ CHECKED(aclnnDequantSwigluQuantV2,
       rule("dequant_swiglu_quant.groups-quant-mode", !group_index || dynamic,
           "with group_index, quant_mode must be 1");
       require(dynamic || quant_scale, "static quantization needs quant_scale");
+      // Its tiles have too little room for the broadcast scales of many short rows.
+      rule("dequant_swiglu_quant.columns", !dynamic || columns >= 1024, "x has ", columns,
+          " columns; dynamic quantization of less than 1024 may overrun its buffer of scales");
       COMPUTE {
         const auto rows = x.reshape({-1, columns});
         const auto rounded = out.view({rows.size(0), columns / 2});
