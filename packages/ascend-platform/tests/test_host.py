@@ -111,25 +111,27 @@ def test_numa_nodes_of_visible_npus(tmp_path, monkeypatch, listed, nodes):
         monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", listed)
-    none = ([], "npu-smi info shows no visible NPU with its PCI address")
-    assert host.numa_nodes(tmp_path, LISTING) == (none if nodes is None else (nodes, ""))
+    none = "npu-smi info shows no visible NPU with its PCI address"
+    places, obstacle = host.npu_places(tmp_path, LISTING)
+    assert (places, obstacle) == ([], none) if nodes is None else obstacle == ""
+    assert [place.node for place in places] == (nodes or [])
 
 
 def test_unknown_numa_nodes_have_a_reason(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    assert host.numa_nodes(tmp_path, LISTING) == (
+    assert host.npu_places(tmp_path, LISTING) == (
         [],
         "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0",
     )
     (tmp_path / "0000:c1:00.0").mkdir()
     (tmp_path / "0000:c1:00.0" / "numa_node").write_text("-1\n")
-    assert host.numa_nodes(tmp_path, LISTING) == (
+    assert host.npu_places(tmp_path, LISTING) == (
         [],
         "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert host.numa_nodes()[1].startswith("npu-smi info failed (")
+    assert host.npu_places()[1].startswith("npu-smi info failed (")
     smi = tmp_path / "npu-smi"
     smi.write_text("#!/bin/sh\nexit 3\n")
     smi.chmod(0o755)
-    assert "returned non-zero exit status 3" in host.numa_nodes()[1]
+    assert "returned non-zero exit status 3" in host.npu_places()[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.config import model_runner
+from ascend_platform.config import devices, model_runner
 from ascend_platform.errors import RefusedError
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import VARIABLES, requirements
@@ -165,6 +165,9 @@ def test_layout_with_too_many_npus_is_refused_in_one_line(model, monkeypatch):
     engine_config(model(), data_parallel_size=there + 1)
 
 
+PLACES = [host.NPUPlace("0000:c1:00.0", 1, 0, 1), host.NPUPlace("0000:01:00.0", 0, 0, 1)]
+
+
 def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, log_lines, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     parallel = engine_config(model(), numa_bind=True).parallel_config
@@ -173,7 +176,7 @@ def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, lo
     assert line.startswith("--numa-bind disabled: npu-smi info failed (")
     given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
     assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
-    monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
+    monkeypatch.setattr(host, "npu_places", lambda: (PLACES, ""))
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
     assert "numactl is not installed" in log_lines[-2][1] + log_lines[-1][1]
     (tmp_path / "numactl").touch(mode=0o755)
@@ -183,18 +186,45 @@ def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, lo
 def test_workers_are_bound_if_the_topology_is_known(model, monkeypatch, tmp_path):
     (tmp_path / "numactl").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
+    monkeypatch.setattr(host, "npu_places", lambda: (PLACES, ""))
     monkeypatch.setattr(host, "has_numa_nodes", lambda: True)
     assert engine_config(model()).parallel_config.numa_bind_nodes == [1, 0]
     off = {"additional_config": {"ascend": {"platform": {"numa_bind": False}}}}
     assert engine_config(model(), **off).parallel_config.numa_bind is False
-    monkeypatch.setattr(host, "numa_nodes", lambda: ([], "npu-smi info failed"))
+    monkeypatch.setattr(host, "npu_places", lambda: ([], "npu-smi info failed"))
     assert engine_config(model()).parallel_config.numa_bind is False
     monkeypatch.setattr(host, "has_numa_nodes", lambda: False)
     monkeypatch.setattr(
-        host, "numa_nodes", lambda: pytest.fail("npu-smi is called on a machine with one NUMA node")
+        host, "npu_places", lambda: pytest.fail("npu-smi is called on a machine with one NUMA node")
     )
     assert engine_config(model()).parallel_config.numa_bind is False
+
+
+@pytest.mark.parametrize(
+    ("visible", "ids", "nodes"),
+    [
+        (None, [1], [0]),
+        (None, [1, 0], [0, 1]),
+        ("4,6", [6], [0]),
+        ("4,6", [4], [1]),
+        ("4,6", [1], None),
+    ],
+)
+def test_numa_nodes_are_those_of_device_ids(
+    model, monkeypatch, tmp_path, log_lines, visible, ids, nodes
+):
+    (tmp_path / "numactl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(host, "npu_places", lambda: (PLACES, ""))
+    parallel = engine_config(model()).parallel_config
+    if visible:
+        monkeypatch.setenv(host.VISIBLE_NPUS, visible)
+    parallel.numa_bind, parallel.assigned_physical_gpu_ids = True, ids
+    devices.bind_to_numa_nodes(parallel, by_default=True)
+    assert parallel.numa_bind == (nodes is not None)
+    assert parallel.numa_bind_nodes == nodes
+    if nodes is None:
+        assert "--numa-bind disabled: NPU 1 of --device-ids is not visible" in log_lines[-1][1]
 
 
 def test_type_of_an_option_is_checked(model):

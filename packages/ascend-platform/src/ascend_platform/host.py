@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ascend_platform import chips
 
@@ -174,10 +175,30 @@ def has_numa_nodes(online: Path = Path("/sys/devices/system/node/online")) -> bo
         return False
 
 
-def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple[list[int], str]:
-    """The NUMA node of each visible NPU, or no nodes and the reason why they are unknown.
+class NPUPlace(NamedTuple):
+    """Where an NPU is on its machine.
 
-    npu-smi tells the NPUs' PCI addresses, and the kernel the NUMA nodes of these.
+    Attributes:
+        bus: its PCI address, which is the same in all containers.
+        node: its NUMA node.
+        index: its place among the NPUs of this node by their PCI addresses, visible or not.
+        count: number of these NPUs.
+    """
+
+    bus: str
+    node: int
+    index: int
+    count: int
+
+
+def npu_places(
+    devices: Path = PCI_DEVICES, listing: str | None = None
+) -> tuple[list[NPUPlace], str]:
+    """The place of each visible NPU, or none and the reason why they are unknown.
+
+    npu-smi tells the NPUs' PCI addresses, and the kernel the NUMA nodes of these, and which other
+    devices of the machine are of the same kind: npu-smi in a container has only the NPUs of the
+    container.
 
     Args:
         devices: the kernel's directory of PCI devices.
@@ -192,27 +213,55 @@ def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple
             return [], f"npu-smi info failed ({' '.join(str(error).split())})"
         listing = done.stdout
     # The second line of each NPU: number of the chip, number of the device, PCI address.
-    buses = re.findall(
+    all_buses = re.findall(
         r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|",
         listing,
         re.M,
     )
-    listed = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    buses, listed = all_buses, os.environ.get(VISIBLE_NPUS)
     if listed is not None:
         count = visible(listed, len(buses))
         buses = [buses[int(index)] for index in listed.split(",")[:count]] if count else []
     if not buses:
         return [], "npu-smi info shows no visible NPU with its PCI address"
-    nodes = []
-    for bus in buses:
-        try:
-            node = int((devices / bus.lower() / "numa_node").read_text())
-        except (OSError, ValueError):
-            node = -1  # The kernel's value if it is unknown.
+    places = []
+    for bus in map(str.lower, buses):
+        node = _numa_node(devices / bus)
         if node < 0:
-            return [], f"the kernel does not know the NUMA node of the NPU at {bus}"
-        nodes.append(node)
-    return nodes, ""
+            return [], f"the kernel does not know the NUMA node of the NPU at {bus.upper()}"
+        kind = _pci_kind(devices / bus)
+        same = {path.name for path in devices.iterdir() if kind and _pci_kind(path) == kind}
+        peers = same | set(map(str.lower, all_buses))
+        of_node = sorted(each for each in peers if _numa_node(devices / each) == node)
+        places.append(NPUPlace(bus, node, of_node.index(bus), len(of_node)))
+    return places, ""
+
+
+def _numa_node(device: Path) -> int:
+    """The NUMA node of a PCI device; -1, which is the kernel's value too, if it is unknown."""
+    try:
+        return int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _pci_kind(device: Path) -> tuple[str, str] | None:
+    """Vendor and number of the kind of a PCI device."""
+    try:
+        return (device / "vendor").read_text(), (device / "device").read_text()
+    except OSError:
+        return None
+
+
+def node_cores(node: int, nodes: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """The cores of a NUMA node, ascending; none if they are unknown. The kernel has them as ranges:
+    ``0-3,8``."""
+    try:
+        ranges = (nodes / f"node{node}" / "cpulist").read_text().strip().split(",")
+        bounds = [tuple(map(int, each.split("-"))) for each in ranges]
+    except (OSError, ValueError):
+        return []
+    return [core for each in bounds for core in range(each[0], each[-1] + 1)]
 
 
 def chip() -> str:

@@ -3,6 +3,7 @@
 """The NPUs of this machine: whether they suffice for the parallel layout, and their NUMA nodes."""
 
 import os
+import re
 import shutil
 from typing import TYPE_CHECKING
 
@@ -61,8 +62,8 @@ def check(parallel: "ParallelConfig") -> None:
 
 
 def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
-    """Set the NUMA node of each NPU, which vLLM reads for CUDA devices only; no binding where it is
-    unknown.
+    """Set the NUMA node of each NPU in the order of vLLM's devices, which vLLM reads for CUDA
+    devices only; no binding where it is unknown.
 
     Args:
         by_default: bind without --numa-bind, too, where vLLM starts the workers and the machine has
@@ -74,7 +75,15 @@ def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
         local = local and parallel.data_parallel_backend != "ray" and "platform" in scopes_here()
         if not by_default or not local or not host.has_numa_nodes():
             return
-    nodes, obstacle = host.numa_nodes()
+    places, obstacle = host.npu_places()
+    nodes = [place.node for place in places]
+    if not obstacle and parallel.assigned_physical_gpu_ids is not None:  # --device-ids
+        listed = os.environ.get(host.VISIBLE_NPUS)
+        ids = list(map(int, re.findall(r"\d+", listed))) if listed else range(len(nodes))
+        known = dict(zip(ids, nodes, strict=False))
+        unknown = [each for each in parallel.assigned_physical_gpu_ids if each not in known]
+        nodes = [known[each] for each in parallel.assigned_physical_gpu_ids if each in known]
+        obstacle = f"NPU {unknown[0]} of --device-ids is not visible" if unknown else ""
     if not obstacle and not shutil.which("numactl"):
         obstacle = "numactl is not installed"
     parallel.numa_bind = not obstacle

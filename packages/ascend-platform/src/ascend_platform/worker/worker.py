@@ -238,8 +238,8 @@ class NPUWorker(Worker):
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         notify_awake(True)
-        cores.bind(self.parallel_config, self.local_rank)
         assert self.device is not None
+        cores.bind(self.parallel_config, self.device.index)
         stop_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
         # Also at exit, before the interpreter destroys the modules that the thread uses.
         weakref.finalize(self, stop_metrics)
