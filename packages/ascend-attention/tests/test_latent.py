@@ -40,6 +40,12 @@ def test_latent_attention(heads, dtype, kind):
     check(LatentBatch(heads, WIDTHS, dtype, pairs(kind, rng, rng.randint(2, 5), 300), rng))
 
 
+def test_128_heads():
+    """DeepSeek-V3's with data-parallel attention: decodes, and a decode with draft tokens."""
+    requests = [(1, 200), (1, 0), (4, 40), (20, 7)]
+    check(LatentBatch(128, WIDTHS, torch.bfloat16, requests, random.Random(1)))
+
+
 def test_more_requests_than_a_call_of_the_kernel_takes(monkeypatch):
     monkeypatch.setattr(latent, "MAX_REQUESTS", 5)
     check(

@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 from ascend_attention import latent_prefill
-from ascend_attention.latent_prefill import HEAD, LATENT, ROPE, Piece, Prefills
+from ascend_attention.context import Piece, cut_context
+from ascend_attention.latent_prefill import HEAD, LATENT, ROPE, Prefills
 from ascend_attention.metadata import upper_triangle
 from harness.latent_batches import LatentBatch
 from harness.paged_batches import reference
@@ -70,9 +71,9 @@ def test_prompts_and_chunks(requests, size):
 
 
 def test_contexts_are_cut_into_chunks_of_consecutive_requests():
-    assert latent_prefill.cut_context([5, 0, 3, 9], 8) == [
+    assert cut_context([5, 0, 3, 9], 8) == [
         [Piece(0, 0, 5)],
         [Piece(2, 0, 3), Piece(3, 0, 5)],
         [Piece(3, 5, 9)],
     ]
-    assert latent_prefill.cut_context([0, 0], 8) == []
+    assert cut_context([0, 0], 8) == []

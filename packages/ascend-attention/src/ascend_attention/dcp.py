@@ -10,7 +10,6 @@ them by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
 ``vllm/v1/attention/backends/flash_attn.py`` is the reference.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +18,19 @@ import torch_npu
 from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
+from ascend_attention import unpaged
+from ascend_attention.context import chunk_of, cut_context
+from ascend_attention.context import merge as merge
 from ascend_attention.metadata import DCPMetadata, FusedAttentionMetadata
 
 
 def build_metadata(
-    cu_query_lens: list[int], seq_lens: list[int], slot_mapping: torch.Tensor, interleave: int
+    cu_query_lens: list[int],
+    seq_lens: list[int],
+    slot_mapping: torch.Tensor,
+    interleave: int,
+    block_table: torch.Tensor,
+    by_chunks: bool,
 ) -> DCPMetadata:
     """Build this rank's share of a step on the host, without synchronizing with the device.
 
@@ -33,6 +40,8 @@ def build_metadata(
             written.
         slot_mapping: int64 ``[tokens]`` of this rank; only the slots of its own tokens are valid.
         interleave: consecutive tokens per rank (``cp_kv_cache_interleave_size``).
+        block_table: int32 ``[requests, blocks]``.
+        by_chunks: whether the kernel takes pages only for requests with one token (unpaged.py).
     """
     group = get_dcp_group()
     ends = torch.tensor(cu_query_lens)
@@ -43,12 +52,19 @@ def build_metadata(
     ).repeat_interleave(query_lens)
     local = (positions // interleave % group.world_size == group.rank_in_group).nonzero().squeeze(1)
     local = local.pin_memory().to(slot_mapping.device, non_blocking=True)
-    cached_lens = None
-    if context_lens.any():
-        cached_lens = get_dcp_local_seq_lens(
-            context_lens, group.world_size, group.rank_in_group, interleave
-        ).tolist()
-    return DCPMetadata(cached_lens, local, slot_mapping[local])
+    if not context_lens.any():
+        return DCPMetadata(None, local, slot_mapping[local])
+    cached_lens = get_dcp_local_seq_lens(
+        context_lens, group.world_size, group.rank_in_group, interleave
+    ).tolist()
+    if not by_chunks:
+        return DCPMetadata(cached_lens, local, slot_mapping[local])
+    counts = query_lens.tolist()
+    first = next((place for place, count in enumerate(counts) if count > 1), len(counts))
+    others = [0] * first + cached_lens[first:]
+    pieces = cut_context(others, unpaged.capacity(cu_query_lens[-1], None))
+    chunks = (chunk_of(each, cu_query_lens, block_table) for each in pieces)
+    return DCPMetadata(cached_lens, local, slot_mapping[local], first, tuple(chunks))
 
 
 def attend(
@@ -87,15 +103,36 @@ def attend(
     if meta.dcp.cached_lens is not None:
         group = get_dcp_group()
         all_heads = group.all_gather(query.contiguous(), dim=1)
-        paged = {
-            "block_table": meta.block_table,
-            "block_size": kv_cache[0].shape[1],
-            "actual_seq_lengths_kv": meta.dcp.cached_lens,
-            "num_heads": head_args["num_heads"] * group.world_size,
-        }
-        parts, lse_parts = fused(
-            all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged
-        )
+        heads = head_args | {"num_heads": head_args["num_heads"] * group.world_size}
+        pages = [cache.flatten(2) for cache in kv_cache]
+
+        def paged(requests: slice, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            options = {
+                "block_table": meta.block_table[requests],
+                "block_size": kv_cache[0].shape[1],
+                "actual_seq_lengths": list(cu_query_lens)[requests],
+                "actual_seq_lengths_kv": meta.dcp.cached_lens[requests],
+            }
+            return fused(all_heads[rows], *pages, **common | heads | options)
+
+        count = meta.dcp.num_paged
+        if count is None or count == len(meta.dcp.cached_lens):
+            parts, lse_parts = paged(slice(None), slice(None))
+        else:
+            parts = torch.zeros_like(all_heads, dtype=torch.float32)
+            lse_parts = parts.new_full((*parts.shape[:2], 1), -torch.inf)
+            if count:
+                rows = slice(cu_query_lens[count - 1])
+                parts[rows], lse_parts[rows] = paged(slice(count), rows)
+            parts, lse_parts = unpaged.with_context(
+                fused,
+                all_heads,
+                unpaged.reader(*kv_cache),
+                meta.dcp.chunks,
+                (parts, lse_parts),
+                0,
+                heads,
+            )
         # requests without context on this rank
         lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)
         parts, lse_parts = (exchange_heads(each, group) for each in (parts, lse_parts))
@@ -113,24 +150,3 @@ def exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.device_group)
     return received
-
-
-MAX_PARTS = 16
-"""Partial outputs that npu_attention_update merges in one call (op-plugin's page)."""
-
-
-def merge(
-    softmax_lse: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge partial outputs ``[rows, head_size]`` by their log-sum-exp ``[rows]``, of which the
-    first 16 have one that is finite.
-
-    Returns:
-        The output and its log-sum-exp, in float32, so that the roundings of several merges do not
-        add up.
-    """
-    softmax_lse, parts = list(softmax_lse), [part.float() for part in parts]
-    while len(parts) > 1:
-        part, lse = torch_npu.npu_attention_update(softmax_lse[:MAX_PARTS], parts[:MAX_PARTS], 1)
-        softmax_lse, parts = [lse, *softmax_lse[MAX_PARTS:]], [part, *parts[MAX_PARTS:]]
-    return parts[0], softmax_lse[0]

@@ -10,7 +10,7 @@ and A3.
 
 import dataclasses
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -26,27 +26,24 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
-from ascend_attention import dcp, int8
+from ascend_attention import dcp, int8, unpaged
+from ascend_attention.metadata import BLOCK_SIZE as BLOCK_SIZE
 from ascend_attention.metadata import (
+    MAX_DECODE_KEYS,
     FusedAttentionMetadata,
     ImageMetadata,
+    assign_padding,
     image_spans,
+    longest_lengths,
+    mask_args,
+    pad_queries,
     upper_triangle,
 )
-
-BLOCK_SIZE = 128
-"""Tokens per block: supported by the kernel for prefill and decode, and recommended by its
-documentation."""
+from ascend_attention.metadata import to_script_list as to_script_list
 
 MAX_REQUESTS = 4096
 """Requests in one call of the kernel with layout TND (op-plugin's page of
 npu_fused_infer_attention_score)."""
-
-MAX_DECODE_KEYS = 262144
-"""Keys of a request with one query token (the same page)."""
-
-ALL_TOKENS = 2**31 - 1
-"""The kernel's default for tokens before and after."""
 
 MULTI_HEAD_SIZES = (64, 128, 192)
 """Head sizes that the kernel takes in layout TND where each key-value head has one query head; with
@@ -93,8 +90,12 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
                 "an int8 KV cache is not supported with bidirectional attention between the tokens"
                 " of an image; fix: quantize without kv_cache_type"
             )
-        if self.int8_cache:
-            self._init_reorder_batch_threshold(1)  # int8.py needs the decodes first
+        self.unpaged = unpaged.is_needed(kv_cache_spec.head_size)
+        # int8.py needs the decodes first, and requests of few tokens are read in pages.
+        if self.int8_cache or self.unpaged:
+            few = 1 if self.int8_cache or self.interleave else unpaged.MAX_SINGLE
+            self._init_reorder_batch_threshold(few)
+        self.row_tables = torch.empty(0, 0, dtype=torch.int32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -102,7 +103,8 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         between steps.
 
         With an int8 KV cache only decodes read the cache as it is. Images need a second call, which
-        single tokens do not.
+        single tokens do not. Where the kernel takes pages only for single tokens, steps of decodes
+        are captured with their drafts, but all layers of a graph have the same lengths.
         """
         uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
         if uses_dcp or isinstance(kv_cache_spec, CrossAttentionSpec):
@@ -110,7 +112,14 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         model = vllm_config.model_config
         if kv_cache_spec.dtype == torch.int8 or (model and model.is_mm_prefix_lm):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return cls._cudagraph_support
+        if not unpaged.is_needed(kv_cache_spec.head_size):
+            return cls._cudagraph_support
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        sizes = {getattr(layer, "head_size", kv_cache_spec.head_size) for layer in layers}
+        fits = vllm_config.num_speculative_tokens < unpaged.MAX_SINGLE
+        if fits and all(map(unpaged.is_needed, sizes)):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self,
@@ -130,21 +139,34 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         share = None
         if self.interleave:
             share = dcp.build_metadata(
-                cu_query_lens, seq_lens(), common.slot_mapping[:num_tokens], self.interleave
+                cu_query_lens,
+                seq_lens(),
+                common.slot_mapping[:num_tokens],
+                self.interleave,
+                block_table,
+                self.unpaged,
             )
         rows = None
         bounds = extension.draft_length_bounds(common)
         if bounds and not self.interleave and not self.int8_cache:
             cu_query_lens, seq_lens, rows = pad_queries(common.seq_lens[: common.num_reqs], *bounds)
+        long, single = None, None
+        if self.unpaged and not self.interleave and (rows is not None or common.max_query_len > 1):
+            causal = bool(common.causal) or rows is not None
+            single, long = self._cut(cu_query_lens, seq_lens, block_table, num_tokens, causal)
+        if single:
+            block_table = single.block_table(block_table, self._row_table(block_table))
         num_dummies = int(common.num_reqs < num_tokens <= self._max_mixed_graph_tokens())
-        if num_dummies:
+        if num_dummies and not single and not long:
             block_table = self._append_dummy_request(block_table)
         # int8.py slices the lists
         convert = list if self.int8_cache and common.max_query_len > 1 else to_script_list
 
         def lengths() -> dict[str, Any]:
             ends, lens = cu_query_lens, seq_lens()
-            if rows is None:
+            if single:
+                ends, lens = single.lengths(lens)
+            elif rows is None:
                 ends, lens = assign_padding(num_tokens, ends, lens, num_dummies)
             return dict(zip(self.length_args, (convert(ends), convert(lens)), strict=True))
 
@@ -156,10 +178,12 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             mask=self.mask,
             softmax_lse=self.softmax_lse,
             causal=bool(common.causal),
-            one_query_each=common.max_query_len == 1 and rows is None,
+            one_query_each=bool(single) or (common.max_query_len == 1 and rows is None),
             dcp=share,
             rows=rows,
             num_rows=cu_query_lens[-1],
+            long=long,
+            num_single=single.num_tokens if single else 0,
         )
         step.mm_prefix_range = self._images(common, step)
         return step
@@ -184,10 +208,47 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             step,
             compute_lengths=lambda: lengths,
             num_tokens=ends[-1],
-            block_table=step.block_table.index_select(0, every[: len(requests)]),
+            block_table=common.block_table_tensor.index_select(0, every[: len(requests)]),
             causal=False,
+            one_query_each=False,
         )
+        if self.unpaged:
+            table = images.block_table
+            images.long = unpaged.LongRequests(ends, lambda: [*lens], table, self.mask, False)
+            images.num_single = 0
         return ImageMetadata(every[len(requests) :], images)
+
+    def _cut(
+        self,
+        ends: list[int],
+        seq_lens: Callable[[], list[int]],
+        block_table: torch.Tensor,
+        num_tokens: int,
+        causal: bool,
+    ) -> tuple[unpaged.SingleTokens | None, unpaged.LongRequests | None]:
+        """The requests up to the first long one as single tokens, and the others. An int8 KV cache
+        has a layout of its own for single tokens."""
+        most = 1 if self.int8_cache else unpaged.MAX_SINGLE
+        counts = (end - start for start, end in pairwise([0, *ends]))
+        first = next((place for place, count in enumerate(counts) if count > most), len(ends))
+        long, before = None, ends[first - 1] if first else 0
+        if first < len(ends):
+            own = [end - before for end in ends[first:]]
+            table = block_table[first:]
+            long = unpaged.LongRequests(own, lambda: seq_lens()[first:], table, self.mask, causal)
+        if self.int8_cache or not first:
+            return None, long
+        return unpaged.SingleTokens(ends[:first], 0 if long else num_tokens, causal), long
+
+    def _row_table(self, block_table: torch.Tensor) -> torch.Tensor:
+        """A buffer at a fixed address for the block tables of a graph's tokens."""
+        if not len(self.row_tables):
+            config = self.vllm_config
+            captured = config.compilation_config.max_cudagraph_capture_size or 0
+            most = max(captured, config.scheduler_config.max_num_seqs)
+            rows = most * (1 + config.num_speculative_tokens)
+            self.row_tables = block_table.new_zeros(rows, block_table.shape[1])
+        return self.row_tables
 
     def _max_mixed_graph_tokens(self) -> int:
         """Tokens of the largest full graph for mixed prefill-decode batches; 0 without
@@ -208,55 +269,6 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         padded[:-1].copy_(block_table)
         padded[-1].zero_()
         return padded
-
-
-def to_script_list(lengths: list[int]) -> Any:
-    """Convert a list for operator calls once instead of in each layer, where it dominates a call
-    with 256 requests."""
-    return torch._C.ScriptList(lengths)
-
-
-def pad_queries(
-    seq_lens: torch.Tensor, bounds: list[int], drafts: list[int]
-) -> tuple[list[int], Callable[[], list[int]], torch.Tensor]:
-    """Cumulative query lengths, sequence lengths and rows for requests with one query token and
-    draft tokens in flight.
-
-    ``seq_lens`` is known only on the device, and is up to ``drafts`` lower than ``bounds``. The
-    kernel aligns the last query row with the last key, so that a token n rows before the last
-    attends to n fewer keys: each request gets a row for each possible length, and the token goes to
-    the row of its length.
-    """
-    ends = list(accumulate(count + 1 for count in drafts))
-    last, longest = torch.tensor([[end - 1 for end in ends], bounds], pin_memory=True).to(
-        seq_lens.device, non_blocking=True
-    )
-    return ends, lambda: bounds, last - longest + seq_lens
-
-
-def assign_padding(
-    num_tokens: int, cu_query_lens: list[int], seq_lens: list[int], num_dummies: int
-) -> tuple[list[int], list[int]]:
-    """Append dummy requests, and assign padding tokens to the dummy requests at the end of a padded
-    batch.
-
-    The kernel requires every token to belong to a request, and no request to have more query tokens
-    than its sequence length.
-
-    Returns:
-        The cumulative query lengths and the sequence lengths.
-    """
-    cu_query_lens = cu_query_lens + cu_query_lens[-1:] * num_dummies
-    seq_lens = seq_lens + [0] * num_dummies
-    if padding := num_tokens - cu_query_lens[-1]:
-        first_dummy = seq_lens.index(0)
-        share, remainder = divmod(padding, len(seq_lens) - first_dummy)
-        for request in range(first_dummy, len(seq_lens)):
-            seq_lens[request] = share + (request - first_dummy < remainder)
-            cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[
-                request
-            ]
-    return cu_query_lens, seq_lens
 
 
 class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttentionMetadata]):
@@ -306,6 +318,8 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         if attn_metadata is None:
             if getattr(layer, "kv_cache_torch_dtype", None) == torch.int8:
                 int8.reserve(self, query, BLOCK_SIZE)
+            elif unpaged.is_needed(self.head_size):
+                unpaged.reserve(self, query)
             return output.zero_()
         meta, (key_cache, value_cache) = attn_metadata, kv_cache
         returned, tokens = output, slice(meta.num_tokens)
@@ -329,20 +343,35 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             padded = query.new_zeros(meta.num_rows, *query.shape[1:])
             padded.index_copy_(0, meta.rows, query)
             attended = torch.empty_like(padded)
-            self.attend(
-                padded, key_cache, value_cache, meta.lengths, meta.block_table, meta, attended
-            )
+            self._attend_all(padded, key_cache, value_cache, meta, attended)
             output.copy_(attended.index_select(0, meta.rows))
         else:
-            self.attend(query, key_cache, value_cache, meta.lengths, meta.block_table, meta, output)
+            self._attend_all(query, key_cache, value_cache, meta, output)
             if images := meta.mm_prefix_range:
-                step, own = images.step, query.index_select(0, images.rows)
+                own = query.index_select(0, images.rows)
                 attended = torch.empty_like(own)
-                self.attend(
-                    own, key_cache, value_cache, step.lengths, step.block_table, step, attended
-                )
+                self._attend_all(own, key_cache, value_cache, images.step, attended)
                 output.index_copy_(0, images.rows, attended)
         return returned
+
+    def _attend_all(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        meta: FusedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Write the attention output of a step's requests, with pages where the kernel takes
+        them."""
+        paged = slice(meta.num_single if meta.long else None)
+        if meta.long:
+            read, later = unpaged.reader(key_cache, value_cache), slice(meta.num_single, None)
+            unpaged.attend(self, query[later], read, meta.long, output[later])
+            if not meta.num_single:
+                return
+        caches = key_cache, value_cache
+        self.attend(query[paged], *caches, meta.lengths, meta.block_table, meta, output[paged])
 
     def _write(
         self,
@@ -390,29 +419,17 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         }
         tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
         kernel = self.operators[0]
-        # The workspace is sized for the longest sequences, so that a graph's memory does not
-        # change.
         if extension.is_captured():
             max_workspace = getattr(torch_npu, f"_{kernel}_get_max_workspace")
-            attend["workspace"] = max_workspace(*tensors, **attend)
+            attend["workspace"] = max_workspace(*tensors, **longest_lengths(attend))
         with extension.graph_task():
             getattr(torch_npu, kernel).out(*tensors, **attend, out=[output, meta.softmax_lse])
 
     def _mask_args(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
-        """The kernel's mask arguments: a sliding window, which ends at the token itself where
-        attention is causal; causal; or none for cross attention, images and single query tokens,
-        which take a tenth less without (vllm-ascend, pull request 10302). A graph keeps what it is
-        captured with."""
-        if self.sliding_window:
-            return {
-                "atten_mask": meta.mask,
-                "sparse_mode": 4,
-                "pre_tokens": self.sliding_window - 1,
-                "next_tokens": 0 if meta.causal else ALL_TOKENS,
-            }
-        if meta.causal and not meta.one_query_each:
-            return {"atten_mask": meta.mask, "sparse_mode": 3}
-        return {"sparse_mode": 0}
+        """The kernel's mask arguments; none for single query tokens, which take a tenth less without
+        (vllm-ascend, pull request 10302). A graph keeps what it is captured with."""
+        causal = meta.causal and (bool(self.sliding_window) or not meta.one_query_each)
+        return mask_args(self.sliding_window, causal, meta.mask)
 
     def _head_args(self) -> dict[str, Any]:
         return {

@@ -18,8 +18,9 @@ import torch
 import torch_npu
 from ascend_platform import extension
 
-from ascend_attention import dcp
-from ascend_attention.metadata import FusedAttentionMetadata
+from ascend_attention import unpaged
+from ascend_attention.context import merge
+from ascend_attention.metadata import FusedAttentionMetadata, longest_lengths
 
 
 def write(
@@ -68,6 +69,18 @@ def attend(
         )
     if num_decodes == len(cu_query_lens):
         return
+    if meta.long:
+
+        def read(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = [
+                cache.flatten(0, 1).index_select(0, slots) for cache in (key_cache, value_cache)
+            ]
+            keys, values = _dequantize(layer, *rows, query.dtype)
+            return keys, values
+
+        later = slice(num_decodes, None)
+        unpaged.attend(impl, query[later], read, meta.long, output[later])
+        return
     starts, seq_lens = [0, *cu_query_lens], meta.lengths["actual_seq_lengths_kv"]
     block_size = key_cache.shape[1]
     capacity = _workspace_blocks(len(query), block_size)
@@ -79,7 +92,8 @@ def attend(
             columns: slice, rows: slice = rows
         ) -> tuple[list[torch.Tensor], torch.Tensor]:
             table = meta.block_table[rows, columns]
-            return _dequantize(layer, key_cache, value_cache, table, query.dtype), _renumber(table)
+            blocks = [cache.index_select(0, table.flatten()) for cache in (key_cache, value_cache)]
+            return _dequantize(layer, *blocks, query.dtype), _renumber(table)
 
         most = max(blocks[rows])
         if most <= capacity:
@@ -175,9 +189,7 @@ def _prefill_in_slices(
         del keys, values
         part, softmax_lse = part.flatten(0, 1).float(), softmax_lse.flatten()
         merged = (
-            dcp.merge([merged[1], softmax_lse], [merged[0], part])
-            if merged
-            else (part, softmax_lse)
+            merge([merged[1], softmax_lse], [merged[0], part]) if merged else (part, softmax_lse)
         )
         del part
     output.copy_(merged[0].view_as(output))
@@ -191,24 +203,19 @@ def _renumber(block_table: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize(
-    layer: Any,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    dtype: torch.dtype,
+    layer: Any, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Keys and values of these blocks, each ``[blocks, block_size, kv_heads, head_size]``."""
+    """int8 keys and values ``[..., kv_heads, head_size]`` in the model's dtype."""
 
-    def one(cache: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-        blocks = cache.index_select(0, block_table.flatten())
+    def one(rows: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
         offset = None if offset is None else -offset.float()  # the operator adds it
         return torch_npu.npu_anti_quant(
-            blocks.flatten(2), scale.float(), offset=offset, dst_dtype=dtype
-        ).view(blocks.shape)
+            rows.flatten(-2), scale.float(), offset=offset, dst_dtype=dtype
+        ).view(rows.shape)
 
     return [
-        one(key_cache, layer.k_cache_scale, layer.k_cache_offset),
-        one(value_cache, layer.v_cache_scale, layer.v_cache_offset),
+        one(keys, layer.k_cache_scale, layer.k_cache_offset),
+        one(values, layer.v_cache_scale, layer.v_cache_offset),
     ]
 
 
@@ -249,7 +256,7 @@ def _decode(
     tensors = query.contiguous().unsqueeze(2), key_cache.flatten(2), value_cache.flatten(2)
     if extension.is_captured():
         attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
-            *tensors, **attend
+            *tensors, **longest_lengths(attend)
         )
     with extension.graph_task():
         torch_npu.npu_fused_infer_attention_score.out(

@@ -32,18 +32,18 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from ascend_attention import dcp, latent_prefill
-from ascend_attention.dense import (
-    BLOCK_SIZE,
-    MAX_REQUESTS,
-    assign_padding,
-    pad_queries,
-    to_script_list,
-    unsupported_length,
-)
+from ascend_attention.dense import MAX_REQUESTS, unsupported_length
 from ascend_attention.latent_prefill import LATENT as LATENT
 from ascend_attention.latent_prefill import ROPE as ROPE
 from ascend_attention.latent_prefill import Prefills
-from ascend_attention.metadata import upper_triangle
+from ascend_attention.metadata import (
+    BLOCK_SIZE,
+    assign_padding,
+    longest_lengths,
+    pad_queries,
+    to_script_list,
+    upper_triangle,
+)
 
 MAX_QUERY_TOKENS = 16
 """Maximum number of query tokens of a request per kernel call."""
@@ -368,11 +368,9 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
             **lengths,
         }
         tensors = query, latents, latents
-        # The workspace is sized for the longest sequences, so that a graph's memory does not
-        # change.
         if extension.is_captured():
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
-                *tensors, **attend
+                *tensors, **longest_lengths(attend)
             )
         output = query.new_empty(heads, tokens, LATENT)
         softmax_lse = (

@@ -12,15 +12,13 @@ torch_npu wheel.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch_npu
 
-from ascend_attention import dcp
-from ascend_attention.dense import BLOCK_SIZE, to_script_list
+from ascend_attention.context import Chunk, chunk_of, cut_context, merge
+from ascend_attention.metadata import to_script_list
 
 LATENT, ROPE = 512, 64
 """Elements of a latent and of the rotated part of a key."""
@@ -32,22 +30,6 @@ MAX_ABSORBED_TOKENS = 2 * LATENT * HEAD // (2 * LATENT - 2 * HEAD)
 """Query tokens up to which the absorbed form costs less for a long context: an expanded token costs
 ``2 * LATENT * HEAD`` multiplications a head, and each pair with a query that much less than the
 absorbed one."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of the context of some consecutive requests.
-
-    Attributes:
-        slots: int64 ``[tokens]``, their KV cache slots.
-        rows: of the requests' queries.
-        lengths: cumulative query lengths and sequence lengths of the requests, in the kernel's
-            form.
-    """
-
-    slots: torch.Tensor
-    rows: slice
-    lengths: tuple[Any, Any]
 
 
 class Prefills:
@@ -78,59 +60,8 @@ class Prefills:
 
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
-        return [
-            self._chunk(pieces) for pieces in cut_context(self._context_lens(), self._chunk_size)
-        ]
-
-    def _chunk(self, pieces: list["Piece"]) -> Chunk:
-        starts = [0, *self.ends]
-        first = starts[pieces[0].request]
-        query_ends = [self.ends[piece.request] - first for piece in pieces]
-        positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
-        requests = torch.tensor([piece.request for piece in pieces])
-        requests = requests.repeat_interleave(
-            torch.tensor([piece.end - piece.start for piece in pieces])
-        )
-        index = torch.stack(
-            [requests * self.block_table.shape[1] + positions // BLOCK_SIZE, positions % BLOCK_SIZE]
-        )
-        block, place = index.pin_memory().to(self.block_table.device, non_blocking=True)
-        slots = self.block_table.flatten().index_select(0, block) * BLOCK_SIZE + place
-        kv_ends = list(accumulate(piece.end - piece.start for piece in pieces))
-        return Chunk(
-            slots,
-            slice(first, first + query_ends[-1]),
-            (to_script_list(query_ends), to_script_list(kv_ends)),
-        )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens ``start`` to ``end`` of a request's context."""
-
-    request: int
-    start: int
-    end: int
-
-
-def cut_context(context_lens: list[int], size: int) -> list[list[Piece]]:
-    """Cut the requests' contexts into chunks of at most ``size`` tokens, of consecutive requests.
-
-    vLLM orders requests with context before those without, so that no chunk ends early for one
-    without.
-    """
-    chunks: list[list[Piece]] = []
-    free = 0
-    for request, length in enumerate(context_lens):
-        start = 0
-        while start < length:
-            if not free or chunks[-1][-1].request < request - 1:
-                chunks.append([])
-                free = size
-            taken = min(free, length - start)
-            chunks[-1].append(Piece(request, start, start + taken))
-            start, free = start + taken, free - taken
-    return chunks
+        chunks = cut_context(self._context_lens(), self._chunk_size)
+        return [chunk_of(pieces, self.ends, self.block_table) for pieces in chunks]
 
 
 def serves(layers: list[Any], dtype: torch.dtype) -> bool:
@@ -203,7 +134,7 @@ def attend(
         latents, ropes = (page.index_select(0, chunk.slots) for page in pages)
         fused_output = fused(chunk.rows, latents.squeeze(1), ropes, chunk.lengths)
         both = (output[chunk.rows], softmax_lse[chunk.rows]), fused_output
-        merged, lse = dcp.merge(
+        merged, lse = merge(
             [each.flatten() for _, each in both], [each.flatten(0, 1) for each, _ in both]
         )
         output[chunk.rows] = merged.view_as(fused_output[0])

@@ -72,6 +72,8 @@ class ChipFamily:
         token_unpermute: whether it has npu_moe_token_unpermute, which expert parallelism needs.
         weight_nz: whether int8 weights of npu_quant_matmul and of experts are stored in FRACTAL_NZ,
             which the operators' documentation recommends.
+        chunk_head_size: the largest heads of npu_fused_infer_attention_score over pages where a
+            request has several query tokens and keys before them.
         rows_in_nz: whether FRACTAL_NZ is that of the matrix as a checkpoint has it, ``[out, in]``,
             not of its transpose.
         vector_collectives: whether HCCL has the expansion mode AIV.
@@ -89,6 +91,7 @@ class ChipFamily:
     moe_routing: bool = False
     token_unpermute: bool = False
     weight_nz: bool = False
+    chunk_head_size: int = 256
     rows_in_nz: bool = False
     vector_collectives: bool = False
     assigns_by_mask: bool = True
@@ -133,6 +136,7 @@ _A2 = ChipFamily(
     operators=ALL_OPERATORS,
     quantization=None,
     weight_nz=True,
+    chunk_head_size=192,  # vllm-ascend, pull request 16303
     vector_collectives=True,
     top_k_top_p=True,
     moe_routing=True,
@@ -157,6 +161,7 @@ FAMILIES = (
         _A2,
         name="Atlas A3",
         prefixes=("Ascend910_93",),
+        chunk_head_size=256,
         operators=ALL_OPERATORS | {"npu_quant_lightning_indexer"},
         # The default, fullmesh_v1: the combine takes that name no more than fullmesh_v2.
         mc2=MC2(MC2Algorithm("", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
