@@ -128,18 +128,18 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
 
 
 @functools.cache
-def float_model(kind: str, layers: int, directory: Path) -> Path:
-    """A model with random weights: dense with biases (Qwen2), of experts (Qwen3-MoE), with latent
-    attention (DeepSeek-V3), or a gated delta net (Qwen3-Next), in which every token goes to every
-    expert."""
+def float_model(kind: str, layers: int, directory: Path, inner: int = 512) -> Path:
+    """A model with random weights: dense with biases and ``inner`` columns (Qwen2), of experts
+    (Qwen3-MoE), with latent attention (DeepSeek-V3), or a gated delta net (Qwen3-Next), in which
+    every token goes to every expert."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    path = directory / f"{kind}-{layers}"
+    path = directory / f"{kind}-{layers}-{inner}"
     if kind == "dense":
         config: Any = transformers.Qwen2Config(
-            **COMMON, intermediate_size=512, num_hidden_layers=layers
+            **COMMON, intermediate_size=inner, num_hidden_layers=layers
         )
         model: Any = transformers.Qwen2ForCausalLM(config)
         for layer in model.model.layers:
@@ -234,13 +234,14 @@ def make(
     cache: bool = False,
     only: int | None = None,
     layers: int = 0,
+    inner: int = 512,
 ) -> Model:
     """One of the models, whose layers have the schemes in turn: all, the first ``layers``, or only
-    that one (-1: none)."""
+    that one (-1: none). A dense one has ``inner`` columns between its matrices."""
     import torch
 
     specs = MODELS[kind][form][: layers or None]
-    source = float_model(kind, len(specs), directory)
+    source = float_model(kind, len(specs), directory, inner)
     inputs, ranges = calibrated(source)
     target = directory / f"{kind}-{form}-{dtype}{'-c8' * cache}{'' if only is None else f'-{only}'}"
     made = quantize.quantize(

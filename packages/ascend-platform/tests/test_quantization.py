@@ -146,8 +146,10 @@ def test_rows_of_a_310p_are_in_fractal_nz(monkeypatch):
     packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == "FRACTAL_NZ"
     assert packed["weight"].stride() == (1, IN)
-    narrow = base.transpose_int8(torch.zeros(OUT, 48, dtype=torch.int8).npu())
+    rows = torch.zeros(OUT, 48, dtype=torch.int8).npu()
+    narrow = base.transpose_int8(rows)
     assert torch_npu.get_npu_format(narrow).name == "ND"
+    assert (narrow.stride(), narrow.data_ptr()) == ((1, 48), rows.data_ptr())
     x, bias = torch.randn(5, IN).half(), torch.linspace(-1, 1, OUT).half()
     exact = quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T + bias.double()
     assert distance(scheme.apply(x.npu(), packed, None), exact) < torch.finfo(torch.float16).eps

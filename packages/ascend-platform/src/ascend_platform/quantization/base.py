@@ -304,13 +304,13 @@ def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
     FRACTAL_NZ.
 
     FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base
-    format.
+    format. 310P takes that as a transposed view only (vllm-ascend, issue 1736).
     """
     by_row = host.chip_family().rows_in_nz
     across = weight.transpose(-1, -2)
     stored = weight if by_row else across
     if stored.shape[-2] % 16 or stored.shape[-1] % 32 or not uses_weight_nz():
-        return across.contiguous()
+        return weight.contiguous().transpose(-1, -2) if by_row else across.contiguous()
     if by_row:  # A view's storage has other dimensions.
         return to_nz(weight.clone()).transpose(-1, -2)
     return to_nz(across)
