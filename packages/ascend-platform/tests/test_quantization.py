@@ -214,11 +214,18 @@ def test_experts(spec, dtype, counts):
     )
 
 
-# Of two forms: by npu_grouped_matmul_swiglu_quant_v2, then by npu_dequant_swiglu_quant if 64 divides
-# the inner size, then by npu_swiglu.
+# Of three forms: by npu_grouped_matmul_swiglu_quant_v2, then by npu_dequant_swiglu_quant if 64 divides
+# the inner size and it is 512 or more, then by npu_swiglu.
 @pytest.mark.parametrize(
     ("inner", "weight_nz", "form"),
-    [(64, True, "FRACTAL_NZ"), (32, True, "FRACTAL_NZ"), (64, False, "ND"), (32, False, "ND")],
+    [
+        (64, True, "FRACTAL_NZ"),
+        (32, True, "FRACTAL_NZ"),
+        (512, False, "ND"),
+        (528, False, "ND"),
+        (448, False, "ND"),
+        (32, False, "ND"),
+    ],
 )
 def test_swiglu_of_int8_experts(monkeypatch, inner, weight_nz, form):
     platform = options.Platform(weight_nz=weight_nz)

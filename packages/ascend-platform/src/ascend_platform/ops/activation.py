@@ -20,6 +20,10 @@ from vllm.model_executor.layers.activation import (
     SiluAndMul,
 )
 
+LEAST_QUANTIZED = 512
+"""Columns of SwiGLU's result from which on npu_dequant_swiglu_quant quantizes it. vllm-ascend's copy
+of the kernel overran a buffer with 96, 128 and 192 columns (pull requests 12424 and 12965)."""
+
 
 @SiluAndMul.register_oot
 class NPUSiluAndMul(SiluAndMul):

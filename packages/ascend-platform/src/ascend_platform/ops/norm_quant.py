@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch_npu
 
-from ascend_platform.ops.activation import NPUSiluAndMul
+from ascend_platform.ops.activation import LEAST_QUANTIZED, NPUSiluAndMul
 from ascend_platform.ops.deferred import DeferredTensor
 from ascend_platform.ops.layernorm import NPURMSNorm
 
@@ -85,6 +85,9 @@ class SwigluOfRows:
         self.activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] < 2 * LEAST_QUANTIZED:
+            self.activation.quantizing = None
+            return torch_npu.npu_swiglu(x)
         values, scale = torch_npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
 
         def restore() -> torch.Tensor:

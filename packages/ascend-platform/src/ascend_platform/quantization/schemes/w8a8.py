@@ -12,6 +12,7 @@ import torch
 import torch_npu
 
 from ascend_platform.errors import RefusedError
+from ascend_platform.ops.activation import LEAST_QUANTIZED
 from ascend_platform.ops.formats import is_nz
 from ascend_platform.ops.moe.grouped import grouped_matmul, list_type
 from ascend_platform.quantization.base import (
@@ -167,7 +168,9 @@ class W8A8Dynamic(Scheme):
     ) -> torch.Tensor:
         columns = first["weight"].shape[-1]
         is_fused = columns <= MOST_COLUMNS and is_nz(first["weight"])
-        if not is_fused and (columns // 2 % FUSED_STEP or columns // 2 > FUSED_MOST):
+        inner = columns // 2
+        takes = LEAST_QUANTIZED <= inner <= FUSED_MOST and not inner % FUSED_STEP
+        if not is_fused and not takes:
             return super().swiglu(first, second, rows, counts, scale, dtype)
         dtype = dtype or rows.dtype
         values, scale = torch_npu.npu_dynamic_quant(rows) if scale is None else (rows, scale)
