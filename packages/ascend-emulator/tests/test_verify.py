@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_emulator import chips, cli, laws, limits
+from ascend_emulator import chips, cli, laws, limits, rules
 from ascend_emulator.verify import (
     collectives,
     command,
@@ -59,6 +59,17 @@ def test_inputs_of_all_cases_can_be_made(section):
     for text in {text for case in cases for text in case.inputs.values()}:
         made = inputs.make(text, 3)
         assert str(made.dtype) == f"torch.{text.split()[0]}"
+
+
+def test_cases_that_break_rules_have_processes_of_their_own():
+    """Whether they compute is in test_report_of_the_emulator_is_complete_and_right."""
+    found = {rule for case in tables.cases("operators").values() for rule in case.allows}
+    assert {"dequant_swiglu_quant.columns", "fused_infer_large_heads.pages"} <= found
+    assert sorted(rules.checked(found)) == sorted(found)
+    name = "npu_scatter_pa_kv_cache-padded"
+    batches = list(command._batches([("operators", "npu_swiglu/float32"), ("operators", name)]))
+    variables = [command._environment(batch).get("ASCEND_EMULATOR_ALLOW", "") for batch in batches]
+    assert ["scatter_pa_kv_cache.slots" in each.split(",") for each in variables] == [False, True]
 
 
 def test_inputs_are_the_same_bits_on_every_machine():

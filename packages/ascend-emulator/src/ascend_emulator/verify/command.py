@@ -146,6 +146,19 @@ def _isolated(case: Name) -> bool:
     return _starts_ranks(case) or name in runtime.ISOLATED
 
 
+def _environment(cases: list[Name]) -> dict[str, str]:
+    """The variables of the process of these cases, with the rules that one of them breaks."""
+    broken = [
+        rule
+        for section, name in cases
+        if section in ("operators", "refusals")
+        for rule in tables.cases(section)[name].allows
+    ]
+    allowed = os.environ.get("ASCEND_EMULATOR_ALLOW")
+    names = ",".join([*([allowed] if allowed else []), *broken])
+    return {**os.environ, **({"ASCEND_EMULATOR_ALLOW": names} if broken else {})}
+
+
 def _starts_ranks(case: Name) -> bool:
     """Whether a case starts a process for each of several NPUs."""
     return case[0] == "collectives" or case[1] == collectives.BY_SIZE
@@ -231,6 +244,7 @@ class Run:
             stderr=subprocess.PIPE,
             pass_fds=[write],
             text=True,
+            env=_environment(cases),
             start_new_session=True,  # Together with the processes that a case starts.
         )
         os.close(write)

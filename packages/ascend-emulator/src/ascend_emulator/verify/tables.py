@@ -39,6 +39,8 @@ class Case:
         values: whether the report has the values themselves.
         isolated: whether the case has a process of its own, since it may end its process or its
             NPU's context.
+        allows: rules of the emulator that the case breaks, in a process of its own: what an NPU does
+            there is asked.
         source: where a refusal is documented or was seen.
         quick: whether the case is in the small selection (``--quick``).
     """
@@ -53,6 +55,7 @@ class Case:
     gradients: bool = False
     values: bool = False
     isolated: bool = False
+    allows: tuple[str, ...] = ()
     source: str = ""
     quick: bool = False
 
@@ -72,6 +75,8 @@ def _expand(section: str, group: dict[str, Any]) -> list[Case]:
 
         keys = ("ulps", "gradients", "values", "isolated", "source", "quick")
         options = {key: group[key] for key in keys if key in group}
+        if "allows" in group:
+            options |= {"allows": tuple(group["allows"]), "isolated": True}
         cases.append(
             Case(
                 section,
