@@ -13,7 +13,7 @@ COLUMNS, ROWS = 200, 136
 
 
 def int8_product(form):
-    """Whether a product of int8 matrices is right, with ``x2`` as a view of ``[n, k]`` or not."""
+    """Whether a matmul of int8 matrices is right, with ``x2`` as a view of ``[n, k]`` or not."""
     x, w = (torch.randint(-9, 9, (n, COLUMNS), dtype=torch.int8) for n in (8, ROWS))
     scales = torch_npu.npu_trans_quant_param(torch.full((ROWS,), 0.01).npu())
     left, right = x.npu(), w.npu().t()

@@ -174,7 +174,7 @@ def test_workspace_of_shorter_sequences_is_refused(run, version, dtype):
     refused = run("run", "--", sys.executable, "-c", script)
     assert (
         "a request has 300 keys, and the workspace was made for 128: get_max_workspace must have the"
-        " longest lengths of later updates (rule attention_workspace.keys, inferred: vllm-ascend,"
+        " longest sequences of later updates (rule attention_workspace.keys, inferred: vllm-ascend,"
         " pull request 15486)" in refused.stderr
     )
     allowed = run("run", "--allow", "attention_workspace.keys", "--", sys.executable, "-c", script)

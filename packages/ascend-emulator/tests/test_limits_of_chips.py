@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What some chips take and others refuse."""
+"""Calls that some chips take and others refuse."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ A2, A3, OLD, NEW = "Ascend910B1", "Ascend910_93", "Ascend310P3", "Ascend950PR_95
 
 
 @pytest.fixture(scope="module")
-def said(run):
-    """What the calls of chip_calls.py say on a chip."""
+def outputs_of(run):
+    """Output of the calls of chip_calls.py on a chip."""
     known = {}
 
     def on(chip, *options):
@@ -32,21 +32,21 @@ def said(run):
     ("form", "strides"),
     [("contiguous", "[200, 1] and x2 [136, 1]"), ("left", "[1, 8] and x2 [1, 200]")],
 )
-def test_int8_matrices_of_310p_are_transposed_views_or_in_nz(said, form, strides):
-    assert said(OLD)["int8 view"] is True
-    refused = said(OLD)[f"int8 {form}"]
+def test_int8_matrices_of_310p_are_transposed_views_or_in_nz(outputs_of, form, strides):
+    assert outputs_of(OLD)["int8 view"] is True
+    refused = outputs_of(OLD)[f"int8 {form}"]
     assert f"x1 has strides {strides} for shape [200, 136]; Ascend310P3 takes x2 as a" in refused
     assert (
         "(rule quant_matmul.transposed-310p, seen on hardware: vllm-ascend, issue 1736" in refused
     )
-    assert said(OLD, "--allow", "quant_matmul.transposed-310p")[f"int8 {form}"] is True
-    assert said(A2)[f"int8 {form}"] is True
+    assert outputs_of(OLD, "--allow", "quant_matmul.transposed-310p")[f"int8 {form}"] is True
+    assert outputs_of(A2)[f"int8 {form}"] is True
 
 
 @pytest.mark.parametrize("part", ["Pre", "Post", "Sinkhorn"])
 @pytest.mark.parametrize("chip", [A2, A3, OLD, NEW])
-def test_hyper_connections_are_of_950(said, chip, part):
-    refused, soc = said(chip)[f"Mhc{part}"], chips.chip(chip).name
+def test_hyper_connections_are_of_950(outputs_of, chip, part):
+    refused, soc = outputs_of(chip)[f"Mhc{part}"], chips.chip(chip).name
     own = "is not emulated" if chip == NEW else f"is not an operator of {soc}, by torch_npu's"
     assert refused.startswith(f"aclnnMhc{part}")
     assert own in refused
@@ -71,16 +71,21 @@ def test_operators_of_other_chips_are_in_the_table():
         (OLD, "bfloat16 128", "does not compute in bfloat16"),
     ],
 )
-def test_chunk_rule_by_chip(said, chip, call, outcome):
-    found = said(chip)[f"chunk {call}"]
+def test_chunk_rule_by_chip(outputs_of, chip, call, outcome):
+    found = outputs_of(chip)[f"chunk {call}"]
     assert found == outcome or (isinstance(found, str) and outcome in found)
 
 
-def test_clamped_swiglu_of_a3_is_refused(said):
+def test_clamped_swiglu_of_a3_is_refused(outputs_of):
     """CANN 9.2.0-beta.2 takes the mode and computes another."""
-    assert said(A3)["swiglu 0"] == said(A2)["swiglu 0"] == said(A2)["swiglu 1"] == [4, 512]
+    assert (
+        outputs_of(A3)["swiglu 0"]
+        == outputs_of(A2)["swiglu 0"]
+        == outputs_of(A2)["swiglu 1"]
+        == [4, 512]
+    )
     refused = "(rule dequant_swiglu_quant.swiglu-mode-a3, seen on hardware: vllm-ascend"
-    assert refused in said(A3)["swiglu 1"]
+    assert refused in outputs_of(A3)["swiglu 1"]
 
 
 SLOTS = """

@@ -270,7 +270,7 @@ MIXED = list(itertools.permutations(FLOATS, 2))
 @pytest.mark.parametrize("name", PROMOTED)
 @pytest.mark.parametrize(("dtype", "other"), MIXED, ids=str)
 def test_matrices_of_two_dtypes_are_promoted(name, dtype, other):
-    """The result has the dtype that op-plugin gives it: that of the first, but for two."""
+    """The result has the dtype that op-plugin gives it: that of the first, except for two."""
     call, (a, b) = PROMOTED[name], (torch.randn(16, 16).to(each) for each in (dtype, other))
     found = call(a.npu(), b.npu())
     assert found.dtype == {"addmv": torch.float32, "mv": other}.get(name, dtype)
@@ -298,7 +298,7 @@ def test_gradients_of_matrices_of_two_dtypes(shapes, dtype, other):
         assert error < 2e-2
 
 
-def test_products_of_two_dtypes_keep_the_limits_of_cubes_and_outputs():
+def test_matmuls_of_two_dtypes_keep_limits_of_cubes_and_outputs():
     half, single = torch.ones(4, 4, dtype=torch.half).npu(), torch.ones(4, 4).npu()
     with pytest.raises(RuntimeError, match=r"rule batch_matmul\.out-dtype"):
         torch.bmm(half[None], single[None], out_dtype=torch.float32)

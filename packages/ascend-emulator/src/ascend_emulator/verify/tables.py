@@ -39,8 +39,8 @@ class Case:
         values: whether the report has the values themselves.
         isolated: whether the case has a process of its own, since it may end its process or its
             NPU's context.
-        allows: rules of the emulator that the case breaks, in a process of its own: what an NPU does
-            there is asked.
+        allows: rules of the emulator that the case breaks, in a process of its own: an NPU shows
+            what it computes there.
         source: where a refusal is documented or was seen.
         quick: whether the case is in the small selection (``--quick``).
     """

@@ -36,7 +36,8 @@ const OperatorFacts& facts_of(const char* name);
 // Bytes of a call's workspace: at most what an NPU needs, 0 if that is unknown. Nothing is stored
 // in it here; it counts against the device's memory.
 uint64_t workspace_bytes(const OperatorFacts& facts, const std::vector<at::Tensor>& tensors);
-// Bytes beside those, of attention to so many keys, and the keys of so many bytes.
+// Bytes of a workspace for attention to this number of keys, beside those; and the most keys for
+// which a workspace has these bytes.
 uint64_t workspace_of_keys(int64_t keys);
 int64_t keys_of_workspace(uint64_t bytes);
 

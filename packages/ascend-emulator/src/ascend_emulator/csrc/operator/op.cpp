@@ -176,9 +176,9 @@ void recheck(const aclOpExecutor& executor) {
 }  // namespace
 
 namespace {
-// A captured call has the workspace that was made for its first lengths, and an update gives it
-// others. torch_npu makes it of as many elements of the query's type as CANN asks for bytes
-// (op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp); nobody planned that margin.
+// A captured call has the workspace that was made for its first sequence lengths, and an update
+// gives it others. torch_npu makes it of as many elements of the query's type as CANN asks for bytes
+// (op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp); that margin is none by design.
 void check_workspace(const aclOpExecutor& executor, uint64_t given) {
   if (!executor.keys || given == executor.workspace) return;
   const uint64_t asked = given / executor.tensors.front().element_size(),
@@ -186,7 +186,7 @@ void check_workspace(const aclOpExecutor& executor, uint64_t given) {
   rule("attention_workspace.keys", asked >= executor.workspace, "a request has ", executor.keys,
       " keys, and the workspace was made for ",
       asked > others ? keys_of_workspace(asked - others) : 0,
-      ": get_max_workspace must have the longest lengths of later updates");
+      ": get_max_workspace must have the longest sequences of later updates");
 }
 }  // namespace
 

@@ -110,7 +110,7 @@ CHECKED(aclnnDequantSwigluQuantV2,
       rule("dequant_swiglu_quant.groups-quant-mode", !group_index || dynamic,
           "with group_index, quant_mode must be 1");
       require(dynamic || quant_scale, "static quantization needs quant_scale");
-      // Its tiles have too little room for the broadcast scales of many short rows.
+      // Its tiles are too small for the broadcast scales of many short rows.
       rule("dequant_swiglu_quant.columns", !dynamic || columns >= 1024, "x has ", columns,
           " columns; dynamic quantization of less than 1024 may overrun its buffer of scales");
       COMPUTE {
