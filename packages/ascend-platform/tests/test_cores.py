@@ -81,11 +81,11 @@ def test_npus_of_a_machine_have_different_cores(machine, monkeypatch):
     assert sorted(every) == list(range(96))
 
 
-def test_a_process_with_a_part_of_the_cores_has_its_share_of_them(machine, monkeypatch):
+def test_a_process_with_a_part_of_the_cores_gets_its_share(machine, monkeypatch):
     """As with --cpuset-cpus: the rest of the node may be of other containers."""
     monkeypatch.delenv(host.VISIBLE_NPUS, raising=False)
     first, second = (host.npu_places(machine, seen([number]))[0][0] for number in (1, 3))
-    assert (first.index, second.index, first.count) == (0, 1, 4)
+    assert (first.position, second.position, first.npus) == (0, 1, 4)
     assert cores.shared(range(6, 30), first) == list(range(6, 12))
     assert cores.shared(range(6, 30), second) == list(range(12, 24))
     assert cores.shared(range(48, 96), first) == []  # bound to another node by hand
@@ -107,7 +107,7 @@ def test_launching_and_releasing_threads_have_a_core_each():
     assert cores.assigned(names, range(6), main=7) == expected
 
 
-def test_a_second_engine_of_an_npu_keeps_off_the_cores_of_the_first():
+def test_a_second_engine_of_an_npu_leaves_the_cores_of_the_first():
     names = {7: "VLLM::Worker_TP0", 8: "acl_thread", 9: "release_thread"}
     found = cores.assigned(names, range(6), main=7, is_first=False)
     assert found == {thread: {0, 1, 2} for thread in names}

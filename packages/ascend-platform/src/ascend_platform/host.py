@@ -181,14 +181,14 @@ class NPUPlace(NamedTuple):
     Attributes:
         bus: its PCI address, which is the same in all containers.
         node: its NUMA node.
-        index: its place among the NPUs of this node by their PCI addresses, visible or not.
-        count: number of these NPUs.
+        position: that among the NPUs of this node by their PCI addresses, visible or not.
+        npus: number of these NPUs.
     """
 
     bus: str
     node: int
-    index: int
-    count: int
+    position: int
+    npus: int
 
 
 def npu_places(
@@ -197,8 +197,8 @@ def npu_places(
     """The place of each visible NPU, or none and the reason why they are unknown.
 
     npu-smi tells the NPUs' PCI addresses, and the kernel the NUMA nodes of these, and which other
-    devices of the machine are of the same kind: npu-smi in a container has only the NPUs of the
-    container.
+    devices of the machine have their vendor and model: npu-smi in a container has only the NPUs of
+    the container.
 
     Args:
         devices: the kernel's directory of PCI devices.
@@ -246,7 +246,7 @@ def _numa_node(device: Path) -> int:
 
 
 def _pci_kind(device: Path) -> tuple[str, str] | None:
-    """Vendor and number of the kind of a PCI device."""
+    """Vendor and model of a PCI device."""
     try:
         return (device / "vendor").read_text(), (device / "device").read_text()
     except OSError:

@@ -68,14 +68,14 @@ def bind(parallel: "ParallelConfig", npu: int) -> None:
 def shared(usable: Sequence[int], place: host.NPUPlace) -> list[int]:
     """Those cores of an NPU's node that are the NPU's, as far as this process may use them."""
     every = host.node_cores(place.node)
-    first, last = (len(every) * each // place.count for each in (place.index, place.index + 1))
+    first, last = (len(every) * each // place.npus for each in (place.position, place.position + 1))
     return [core for core in every[first:last] if core in usable]
 
 
 def claim(bus: str) -> bool:
     """Whether this process is the first one of the machine that binds threads for the NPU; it is
     until it ends. The claim is a name of a socket, which any user may take."""
-    if bus in _claims:  # of an engine before in this process
+    if bus in _claims:  # An engine before in this process has made it.
         return True
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
