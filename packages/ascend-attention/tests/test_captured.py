@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention that is captured with the shortest sequences and replayed with the longest. Its workspace
-is that of the capture; the emulator refuses lengths for which it was not made."""
+is that of the capture; the emulator refuses sequences for which it was not made."""
 
 from types import SimpleNamespace
 
@@ -129,8 +129,6 @@ def test_a_graph_of_short_sequences_computes_the_longest(case):
 def test_workspaces_are_asked_for_what_a_block_table_holds():
     given = {"block_table": torch.zeros(2, 40), "block_size": 128, "actual_seq_kvlen": [1, 7]}
     assert list(longest_lengths(given)["actual_seq_kvlen"]) == [40 * 128] * 2
-    given["block_table"] = torch.zeros(
-        2, 4000
-    )  # vLLM's table may be longer than the model's length
+    given["block_table"] = torch.zeros(2, 4000)  # More than the kernel takes.
     assert list(longest_lengths(given)["actual_seq_kvlen"]) == [262144] * 2
     assert given["actual_seq_kvlen"] == [1, 7]

@@ -65,7 +65,7 @@ LONG = [(1, 900), (40, 300), (3, 200), (30, 20), (17, 0), (200, 700)]
 @pytest.mark.parametrize("room", [100, 400, 1500])
 def test_contexts_longer_than_the_workspace(monkeypatch, room, window):
     monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, own: room + (own or 0))
-    if window and room < 200:  # a window's keys have room, so that they are read at once
+    if window and room < 200:  # The keys of a window are read at once.
         monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, own: 200 + own)
     check(batch_of(LONG), sliding_window=window)
 

@@ -60,7 +60,7 @@ def cut_context(lengths: list[int], size: int) -> list[list[Piece]]:
 
 
 def chunk_of(pieces: list[Piece], ends: list[int], block_table: torch.Tensor) -> Chunk:
-    """The slots and lengths of pieces.
+    """The chunk of these pieces.
 
     Args:
         ends: cumulative numbers of query tokens of all requests.

@@ -100,7 +100,7 @@ def attend(
     out, softmax_lse = fused(
         query.contiguous(), key.contiguous(), value.contiguous(), **common | causal
     )
-    if meta.dcp.cached_lens is not None:
+    if (cached_lens := meta.dcp.cached_lens) is not None:
         group = get_dcp_group()
         all_heads = group.all_gather(query.contiguous(), dim=1)
         heads = head_args | {"num_heads": head_args["num_heads"] * group.world_size}
@@ -111,12 +111,12 @@ def attend(
                 "block_table": meta.block_table[requests],
                 "block_size": kv_cache[0].shape[1],
                 "actual_seq_lengths": list(cu_query_lens)[requests],
-                "actual_seq_lengths_kv": meta.dcp.cached_lens[requests],
+                "actual_seq_lengths_kv": cached_lens[requests],
             }
             return fused(all_heads[rows], *pages, **common | heads | options)
 
         count = meta.dcp.num_paged
-        if count is None or count == len(meta.dcp.cached_lens):
+        if count is None or count == len(cached_lens):
             parts, lse_parts = paged(slice(None), slice(None))
         else:
             parts = torch.zeros_like(all_heads, dtype=torch.float32)

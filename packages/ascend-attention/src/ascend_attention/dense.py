@@ -104,7 +104,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
 
         With an int8 KV cache only decodes read the cache as it is. Images need a second call, which
         single tokens do not. Where the kernel takes pages only for single tokens, steps of decodes
-        are captured with their drafts, but all layers of a graph have the same lengths.
+        are captured with their drafts, but all layers of a graph have the same sequence lengths.
         """
         uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
         if uses_dcp or isinstance(kv_cache_spec, CrossAttentionSpec):

@@ -72,10 +72,8 @@ def attend(
     if meta.long:
 
         def read(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = [
-                cache.flatten(0, 1).index_select(0, slots) for cache in (key_cache, value_cache)
-            ]
-            keys, values = _dequantize(layer, *rows, query.dtype)
+            keys, values = unpaged.reader(key_cache, value_cache)(slots)
+            keys, values = _dequantize(layer, keys, values, query.dtype)
             return keys, values
 
         later = slice(num_decodes, None)
@@ -92,8 +90,10 @@ def attend(
             columns: slice, rows: slice = rows
         ) -> tuple[list[torch.Tensor], torch.Tensor]:
             table = meta.block_table[rows, columns]
-            blocks = [cache.index_select(0, table.flatten()) for cache in (key_cache, value_cache)]
-            return _dequantize(layer, *blocks, query.dtype), _renumber(table)
+            keys, values = (
+                cache.index_select(0, table.flatten()) for cache in (key_cache, value_cache)
+            )
+            return _dequantize(layer, keys, values, query.dtype), _renumber(table)
 
         most = max(blocks[rows])
         if most <= capacity:

@@ -6,14 +6,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
-
-if TYPE_CHECKING:
-    from ascend_attention.context import Chunk
-    from ascend_attention.unpaged import LongRequests
 
 BLOCK_SIZE = 128
 """Tokens per block: supported by the kernel for prefill and decode, and recommended by its
@@ -45,14 +41,14 @@ class DCPMetadata:
             stores.
         slot_mapping: int64 ``[n]``, their KV cache slots.
         num_paged: number of leading requests whose context is read in pages; None: all.
-        chunks: the context of the others (unpaged.py).
+        chunks: the context of the others, each a ``context.Chunk``.
     """
 
     cached_lens: list[int] | None
     local_token_indices: torch.Tensor
     slot_mapping: torch.Tensor
     num_paged: int | None = None
-    chunks: "tuple[Chunk, ...]" = ()
+    chunks: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,8 @@ class FusedAttentionMetadata(AttentionMetadata):
             does not know the exact sequence lengths.
         mm_prefix_range: images. vLLM's Gemma 4 sets it to None for layers without.
         long: requests behind the first ``num_single`` tokens, for which the kernel takes no pages
-        (unpaged.py); ``lengths`` and ``block_table`` are those of the others, but with an int8 KV
-        cache of all.
+        (``unpaged.LongRequests``); ``lengths`` and ``block_table`` are those of the others, but with
+        an int8 KV cache of all.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]
@@ -104,7 +100,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     rows: torch.Tensor | None = None
     num_rows: int = 0
     mm_prefix_range: ImageMetadata | None = None
-    long: "LongRequests | None" = None
+    long: Any = None
     num_single: int = 0
 
     @functools.cached_property
@@ -200,11 +196,11 @@ def assign_padding(
 
 
 def longest_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a captured call with the longest sequence lengths that its block table has room
-    for, to ask for its workspace.
+    """Arguments of a captured call with the longest sequences that its block table can hold, with
+    which CANN returns the size of its workspace.
 
-    A graph keeps the workspace and gets other lengths at each replay. What CANN asks for may grow
-    with them: workspaces for the short lengths of a capture were overrun at 10,000 tokens
+    A graph keeps the workspace and gets other sequence lengths at each replay. The size may grow
+    with them: workspaces for the short sequences of a capture were overrun at 10,000 tokens
     (vllm-ascend, pull request 15486).
     """
     name = next(each for each in KEY_LENGTHS if each in arguments)

@@ -41,8 +41,8 @@ def is_needed(head_size: int) -> bool:
 
 
 def capacity(num_tokens: int, window: int | None) -> int:
-    """Most tokens in the workspace of a step with so many new tokens, which see no more than a
-    sliding window before them."""
+    """Most tokens in the workspace of a step with ``num_tokens`` new tokens, which see no more than
+    a sliding window before them."""
     return max(num_tokens, WORKSPACE_TOKENS) + (window or 0)
 
 
