@@ -3,6 +3,7 @@
 """Code shared by KV connector and model loader: fingerprints of checkpoints."""
 
 import json
+import os
 import pickle
 import shutil
 import socket
@@ -13,12 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform.errors import RefusedError
+from ascend_platform.transfer import replacements
 from ascend_platform.transfer.checkpoint import (
+    adapter_files,
+    adapter_fingerprint,
     checkpoint_fingerprint,
     loaded_fingerprint,
     note_files,
 )
+from ascend_platform.transfer.secret import read_secret
 from safetensors.torch import save_file
+from vllm.v1.worker.gpu_worker import Worker
 
 
 def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
@@ -83,3 +89,73 @@ def test_fingerprint_of_other_formats(tmp_path: Path) -> None:
         found.add(checkpoint_fingerprint(tmp_path))
     assert len(found) == 4
     assert "" not in found
+
+
+def test_adapter_fingerprint_covers_every_byte(tmp_path: Path) -> None:
+    """And nothing else of the directory."""
+    path = tmp_path / "adapter"
+    path.mkdir()
+    weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    weights.write_bytes(bytes(3 << 20))
+    config.write_text(json.dumps({"r": 8}))
+    (path / "README.md").write_text("an adapter")
+    found, files = {adapter_fingerprint(str(path))}, {adapter_files(str(path))}
+    (path / "README.md").write_text("the same adapter")
+    assert {adapter_fingerprint(str(path))} == found
+    for at in (0, 2_000_000, (3 << 20) - 1):
+        weights.write_bytes(bytes(at) + b"\x01" + bytes((3 << 20) - 1 - at))
+        found.add(adapter_fingerprint(str(path)))
+    config.write_text(json.dumps({"r": 8, "lora_alpha": 16}))
+    found.add(adapter_fingerprint(str(path)))
+    files.add(adapter_files(str(path)))
+    assert (len(found), len(files)) == (5, 2)
+    weights.unlink()
+    os.mkfifo(weights)  # not waited for
+    assert [name for name, *_ in adapter_files(str(path))] == ["adapter_config.json"]
+    for nowhere in ("/nowhere", "nobody/has-this", "s3://bucket/adapter"):
+        assert (adapter_files(nowhere), adapter_fingerprint(nowhere)) == ((), "")
+
+
+def test_methods_that_leave_weights_are_those_of_vllms_worker() -> None:
+    """A method that a later vLLM adds counts as one that replaces weights until it is named here."""
+    of_vllm = {name for name in dir(Worker) if not name.startswith("_")}
+    replace = {
+        "apply_model",
+        "discard",
+        "elastic_ep_execute",
+        "finish_weight_update",
+        "load_model",
+        "reload_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_config",
+        "update_weights",
+        "wake_up",
+    }
+    assert replace <= of_vllm
+    assert not replace & replacements.READS
+    # Some are not in each version.
+    assert len(replacements.READS - of_vllm) < 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)]
+)
+def test_secret_that_all_users_may_read_is_warned_of(
+    tmp_path: Path, log_lines: list[tuple[str, str]], mode: int, warned: bool
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("sixteen bytes or more")
+    path.chmod(mode)
+    assert len(read_secret(str(path), "NONE", "secret_file")) == 32
+    assert [
+        f"has mode {mode:o}: all users of this machine may read" in line for _, line in log_lines
+    ] == [True] * warned
+
+
+def test_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """And a FIFO is not waited for."""
+    os.mkfifo(tmp_path / "fifo")
+    for path, cause in (("fifo", "not a regular file"), ("", "Is a directory"), ("x", "No such")):
+        with pytest.raises(RefusedError, match=rf"secret_file .* cannot be read: {cause}.*; fix: "):
+            read_secret(str(tmp_path / path), "NONE", "secret_file")

@@ -26,6 +26,9 @@ Files = tuple[str, list[tuple[str, int, int]]]
 """This machine's name, and name, bytes and time of the last change in ns of each file with weights.
 """
 
+OF_ADAPTER = ("adapter_config.json", "*.safetensors", *OTHER_FORMATS, "*.tensors")
+"""Files of an adapter that decide what it computes."""
+
 
 def note_files(model_config: Any) -> None:
     """Before loading, remember the checkpoint's files in a vLLM ModelConfig, for
@@ -62,26 +65,54 @@ def weights_fingerprint(model_config: Any) -> str:
     return checkpoint_fingerprint(directory) if directory else ""
 
 
+def adapter_files(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, bytes and time of the last change in ns of each file of a LoRA adapter, which is a
+    directory or a repository of Hugging Face's hub; empty if this machine does not have it."""
+    directory = _downloaded(path, "adapter_config.json")
+    return tuple(sorted(_states(directory, OF_ADAPTER))) if directory else ()
+
+
+def adapter_fingerprint(path: str) -> str:
+    """Hash of all bytes of an adapter's files; "" if this machine does not have them."""
+    files = adapter_files(path)
+    directory, digest = _downloaded(path, "adapter_config.json"), hashlib.sha256()
+    for name, size, _ in files:
+        assert directory is not None
+        digest.update(f"{name} {size} ".encode())
+        with open(directory / name, "rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+    return digest.hexdigest()[:16] if files else ""
+
+
 def _directory(model_config: Any) -> Path | None:
     """Directory of a checkpoint; None if this machine does not have it."""
     name = model_config.model_weights or model_config.model
-    if Path(name).is_dir():
-        return Path(name)
+    return _downloaded(name, "config.json", model_config.revision)
+
+
+def _downloaded(name: str, file: str, revision: str | None = None) -> Path | None:
+    """A directory, or that of a repository which vLLM has downloaded and which has this file; None
+    if this machine has neither."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
     try:  # A repository of Hugging Face's hub, which vLLM has downloaded.
-        found = try_to_load_from_cache(name, "config.json", revision=model_config.revision)
+        found = try_to_load_from_cache(name, file, revision=revision)
     except ValueError:  # a URL, for example
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _files(model_config: Any) -> Files:
-    found: list[tuple[str, int, int]] = []
-    if directory := _directory(model_config):
-        paths = [
-            path for kind in ("*.safetensors", *OTHER_FORMATS) for path in directory.glob(kind)
-        ]
-        found = [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in paths]
+    directory = _directory(model_config)
+    found = _states(directory, ("*.safetensors", *OTHER_FORMATS)) if directory else []
     return socket.gethostname(), sorted(found)
+
+
+def _states(directory: Path, patterns: tuple[str, ...]) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of the last change of a directory's files of these patterns."""
+    paths = [path for kind in patterns for path in directory.glob(kind) if path.is_file()]
+    return [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in paths]
 
 
 def checkpoint_fingerprint(directory: Path) -> str:

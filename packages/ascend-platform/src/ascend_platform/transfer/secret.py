@@ -2,12 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Secret that instances share, from a file or an environment variable."""
 
+import errno
 import functools
 import hashlib
 import os
-from pathlib import Path
+import stat
 
 from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
 
 MIN_SECRET_BYTES = 16
 """Minimum length of a secret."""
@@ -19,14 +21,16 @@ def read_secret(path: str | None, variable: str, option: str) -> bytes:
 
     White space around it is ignored. The derivation costs 0.1 s and 32 MiB, so that a secret that
     was chosen by a person is not found by trying guesses on what its holders have signed.
-    ``option`` is the name of the option with the path, for messages.
+    ``option`` is the name of the option with the path, for messages. A file that other users of this
+    machine may read is warned of.
 
     Raises:
         RefusedError: the file cannot be read, or the secret is shorter than 16 bytes, in one line.
     """
     source = f"{option} {path}" if path else variable
     try:
-        found = (Path(path).read_bytes() if path else os.environ.get(variable, "").encode()).strip()
+        content, mode = read_file(path) if path else (os.environ.get(variable, "").encode(), 0)
+        found = content.strip()
     except OSError as error:
         raise RefusedError(
             f"{source} cannot be read: {error.strerror}; fix: name another file"
@@ -36,7 +40,27 @@ def read_secret(path: str | None, variable: str, option: str) -> bytes:
             f"{source} has a secret of {len(found)} bytes; fix: use one of at least"
             f" {MIN_SECRET_BYTES}"
         )
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        logger.warning(
+            "%s has mode %o: all users of this machine may read the secret; fix: chmod 600 it, or"
+            " mount it for this user only",
+            source,
+            mode,
+        )
     return _derive(found) if found else b""
+
+
+def read_file(path: str) -> tuple[bytes, int]:
+    """Content and mode of a regular file; a FIFO or device of that name is not waited for.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read(), stat.S_IMODE(status.st_mode)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 """Steps of both model runners when a model is loaded: NPU forms of layers, rotary tables, adapters
 and weights."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
+from ascend_platform.transfer import replacements
 from ascend_platform.worker import rotary_tables
 
 FOR_ALL_MODELS = ("ops.moe.router", "ops.shared_experts", "ops.tensor_parallel", "worker.eplb")
@@ -83,22 +85,16 @@ class ModelMixin:
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
         model = self.get_model()
-        for each in self._check_positions():
+        models = list(self._check_positions())
+        for each in models:
             if not compiled and self.lora_config is None and selector.is_fused(self.vllm_config):
                 self._separate_projections(each)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(model)
         if self.vllm_config.quant_config is not None and not compiled:
             self._fuse_norms(model)
-        if self._keeps_weights():
-            load, dtype = model.load_weights, self.model_config.dtype
-
-            def load_weights(weights: Any) -> Any:
-                loaded = load(weights)
-                renew_kept_weights(model, dtype)
-                return loaded
-
-            model.load_weights = load_weights  # Trainers call it in an engine that serves.
+        for each in models:
+            self._note_loads(each)
         for layer in self.compilation_config.static_forward_context.values():
             # Workspace of vLLM's own prefill, which the profile run would reserve.
             if isinstance(layer, MLAAttention):
@@ -126,6 +122,23 @@ class ModelMixin:
             length = getattr(self, "effective_drafter_max_model_len", self.max_model_len)
             rotary_tables.check(model, min(length, self.max_model_len), is_drafter=True)
             yield model
+
+    def _note_loads(self: Any, model: torch.nn.Module) -> None:
+        """Report weights that a trainer loads into a model of an engine that serves, and compute
+        again what layers keep of them."""
+        config, dtype = self.vllm_config, self.model_config.dtype
+        keeps, load = self._keeps_weights(), type(model).load_weights
+        # Without a cycle of references, so that the model is freed with its engine.
+        loaded_into = weakref.ref(model)
+
+        def load_weights(weights: Any) -> Any:
+            replacements.note_weights(config)
+            loaded = load(loaded_into(), weights)
+            if keeps:
+                renew_kept_weights(loaded_into(), dtype)
+            return loaded
+
+        model.load_weights = load_weights  # type: ignore[assignment]
 
     def _keeps_weights(self: Any) -> bool:
         layers = self.get_model().modules()
@@ -171,6 +184,7 @@ class ModelMixin:
                 "reload_weights is not supported with quantized weights; fix: sleep(level=1), which"
                 " keeps the weights on the host"
             )
+        replacements.note_weights(self.vllm_config)
         super().reload_weights(*arguments, **named)  # type: ignore[misc]
         if self._keeps_weights():
             renew_kept_weights(self.get_model(), self.model_config.dtype)

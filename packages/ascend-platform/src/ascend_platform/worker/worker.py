@@ -35,6 +35,7 @@ from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
 from ascend_platform.process import sockets, watchdog
+from ascend_platform.transfer import replacements
 from ascend_platform.transfer.checkpoint import note_files
 from ascend_platform.worker import cores, process_groups, runners, sleep_mode
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
@@ -155,6 +156,11 @@ class NPUWorker(Worker):
         if self.vllm_config.kv_transfer_config is not None:
             note_files(self.model_config)
         super().load_model(**options)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive weights as vLLM does, also from engines that write parameters in place."""
+        replacements.note_weights(self.vllm_config)
+        super().update_weights(update_info)
 
     def save_sharded_state(self, *arguments: Any, **named: Any) -> None:
         """Save the parameters as vLLM does.
