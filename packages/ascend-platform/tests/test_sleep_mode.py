@@ -17,6 +17,7 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import slots
 from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
+from ascend_platform.worker.worker import NPUWorker
 from harness import npus
 
 NZ, ND = 29, 2
@@ -274,6 +275,35 @@ if sys.argv[1] == "exit":
     command = [sys.executable, "-c", program, when]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_memory_that_another_process_takes_does_not_undo_sleep(worker, monkeypatch, log_lines):
+    """Such as a trainer on the same NPU; here this process, as soon as the memory is free."""
+    taken, free = [], worker.backend._memory.free
+
+    def free_and_take(tag):
+        free(tag)
+        taken.append(torch.empty(8 * BIG, dtype=torch.uint8, device="npu"))
+
+    monkeypatch.setattr(worker.backend._memory, "free", free_and_take)
+    whole = NPUWorker.__new__(NPUWorker)
+    whole.__dict__.update(
+        sleep_mode_backend=worker.backend,
+        model_runner=worker.model_runner,
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+        _sleep_saved_buffers={},
+        _sleep_saved_parameters={},
+        _sleep_saved_draft_buffers={},
+    )
+    before = values(worker.model)
+    whole.sleep(level=1)
+    ((level, line),) = log_lines
+    assert (level, "has less free memory than before" in line) == ("WARNING", True)
+    assert worker.backend.state() == "SUSPENDED"
+    taken.clear()
+    torch.npu.empty_cache()
+    whole.wake_up()
+    torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
 
 
 def test_all_components_are_told(monkeypatch):

@@ -30,6 +30,7 @@ from ascend_platform.attention.kv_cache import LAYOUT
 from ascend_platform.config import allocator, compilation
 from ascend_platform.errors import RefusedError
 from ascend_platform.graph import capture_sizes
+from ascend_platform.logger import logger
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.overrides import guard, shims
@@ -254,8 +255,17 @@ class NPUWorker(Worker):
     # All ranks fail if one does (worker/sleep_mode.py).
 
     def sleep(self, level: int = 1) -> None:
+        """Sleep as vLLM does, also if another process takes what is freed at once: vLLM's assertion
+        about free memory comes after the sleep, and would leave an engine that is asleep and counts as
+        awake."""
         with process_groups.raising_on_last_rank():
-            super().sleep(level)
+            try:
+                super().sleep(level)
+            except AssertionError as error:
+                if self.sleep_mode_backend.state() != "SUSPENDED":
+                    raise
+                text = "the engine sleeps, but the NPU has less free memory than before: %s"
+                logger.warning(f"{text} Another process may have taken it", error)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         with process_groups.raising_on_last_rank():
