@@ -28,9 +28,9 @@ def peer(pipe: Connection) -> None:
     pipe.send((transport.session, buffer.data_ptr(), other.session, more.data_ptr()))
     while True:
         if (value := pipe.recv()) == "idle":
-            from ascend_platform.transfer import hccl
+            from ascend_platform.transfer import hccl_sender
 
-            hccl.IDLE_SECONDS = 0.0
+            hccl_sender.IDLE_SECONDS = 0.0
             continue
         if value == "links":
             pipe.send(links(1))

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
+import msgspec
 import pytest
 import torch
 from ascend_platform import extension
 from ascend_platform.plugins import slots
-from ascend_platform.transfer import engine, hccl
+from ascend_platform.transfer import engine, hccl, hccl_sender
 from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.hccl_sender import MAX_CONNECTING, Connect, RootInfo, Send
+from ascend_platform.transfer.messages import Ack, Refused
 from harness import npus
 
 
@@ -144,3 +147,80 @@ def test_reader_that_was_given_up_makes_no_link(engines: list[hccl.HcclEngine]) 
     assert [link.destroyed for link in one.link.made] == [1]
     one.connect(peer.session, 5.0)
     assert len(one.link.made) == 2
+
+
+class SlowLink(Link):
+    """A link that is made, and sends, when its reader does so."""
+
+    def __init__(self, rank: int, info: bytes) -> None:
+        self.made.append(self)
+        self.destroyed, self.sent = 0, 0
+        self.may_connect.wait(10)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.sent += 1
+
+    def wait(self, seconds: float) -> bool:
+        return self.may_send.wait(seconds)
+
+
+def own_threads() -> int:
+    return sum(thread.name == "transfer-hccl" for thread in threading.enumerate())
+
+
+def test_links_to_readers_are_limited(
+    engines: list[hccl.HcclEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reader that restarts in a loop, or of one that never connects."""
+    _, peer = engines
+    monkeypatch.setattr(hccl_sender, "MAX_LINKS", 40)
+    events = {"may_connect": threading.Event(), "may_send": threading.Event()}
+    peer.link = type("TestLink", (SlowLink,), {"made": [], **events})
+    ask, before = peer._senders.answer, own_threads()
+    replies = [ask(Connect(f"10.0.0.1:{number}/a")) for number in range(600)]
+    assert sum(isinstance(each, RootInfo) for each in replies) == MAX_CONNECTING
+    assert all(each.again for each in replies if isinstance(each, Refused))
+    assert own_threads() - before == MAX_CONNECTING
+    events["may_connect"].set()
+    until = monotonic() + 10
+    while sum(each.ready for each in peer._senders._senders.values()) < MAX_CONNECTING:
+        assert monotonic() < until
+    # The last one is sending; of the others the one that was not used for longest makes way.
+    used = f"10.0.0.1:{MAX_CONNECTING - 1}/a"
+    address = peer._memory.buffers[0].data_ptr()
+    assert ask(Send(used, [address], [8], float("inf"))) == Ack()
+    for number in range(100):
+        while isinstance(reply := ask(Connect(f"10.0.0.2:{number}/a")), Refused):
+            assert reply.again
+            assert monotonic() < until
+        assert isinstance(reply, RootInfo)
+    assert len(peer._senders._senders) == 40
+    assert used in peer._senders._senders
+    for _ in range(hccl_sender.MAX_QUEUED + 2):
+        last = ask(Send(used, [address], [8], 1.0))
+    assert isinstance(last, Refused)
+    assert last.again
+
+
+def test_send_ends_whatever_its_reader_says(
+    engines: list[hccl.HcclEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, peer = engines
+    monkeypatch.setattr(hccl_sender, "MAX_SEND_SECONDS", 0.3)
+    events = {"may_connect": threading.Event(), "may_send": threading.Event()}
+    events["may_connect"].set()
+    peer.link = type("TestLink", (SlowLink,), {"made": [], **events})
+    ask, address, until = peer._senders.answer, peer._memory.buffers[0].data_ptr(), monotonic() + 10
+    ask(Connect("r/a"))
+    while isinstance(ask(Send("r/a", [address], [8], float("inf"))), Refused):
+        assert monotonic() < until
+    sending = peer._senders._senders["r/a"]
+    while not sending.failed:
+        assert monotonic() < until
+    reply = ask(Send("r/a", [address], [8], 1.0))
+    assert isinstance(reply, Refused)
+    assert reply.cause == "the reader did not receive 8 bytes in 0.3 s"
+    with pytest.raises(msgspec.ValidationError):  # not a number
+        hccl_sender.CODEC.decode_query(
+            hccl_sender.CODEC.encode(Send("r/a", [address], [8], float("nan")))
+        )

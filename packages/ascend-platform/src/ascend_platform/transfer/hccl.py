@@ -11,13 +11,11 @@ nothing on this NPU waits for a lost peer.
 
 from __future__ import annotations
 
-import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -31,7 +29,18 @@ from ascend_platform.plugins import slots
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never, one_line
-from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
+from ascend_platform.transfer.hccl_sender import (
+    CODEC,
+    IDLE_SECONDS,
+    NOT_CONNECTED,
+    POLL_SECONDS,
+    Connect,
+    Disconnect,
+    HcclSenders,
+    RootInfo,
+    Send,
+    total_bytes,
+)
 from ascend_platform.transfer.rpc import RpcClient, RpcServer
 
 CONNECT_SECONDS = 60.0
@@ -40,51 +49,8 @@ CONNECT_SECONDS = 60.0
 REPLY_SECONDS = 10.0
 """Timeout for a peer's reply to one message."""
 
-POLL_SECONDS = 0.05
-"""Interval of checks that the peer is alive while HCCL receives from it."""
-
-IDLE_SECONDS = 300.0
-"""A link that was not used for this long is closed when another one is opened: its peer may be gone
-for good, and HCCL's buffers take memory of the NPU. If it is not, its next read opens a new one."""
-
-NOT_CONNECTED = "the link is not connected"
-"""Cause of a refusal after which a reader opens a new link."""
-
 HCCL_LINK_SLOT = "hccl.link"
 """Slot of ascend_platform.extension for HCCL between engines."""
-
-
-class Connect(Message, frozen=True):
-    """Establish a link with ``reader``, a link's name. Reply: RootInfo."""
-
-    reader: str
-
-
-class RootInfo(Message, frozen=True):
-    """HCCL root info; the replying side is rank 0, the reader rank 1."""
-
-    info: bytes
-
-
-class Send(Message, frozen=True):
-    """Send these runs of registered memory to ``reader``, which receives them next. Reply: Ack.
-
-    The send may take ``seconds``.
-    """
-
-    reader: str
-    addresses: list[int]
-    sizes: list[int]
-    seconds: float
-
-
-class Disconnect(Message, frozen=True):
-    """``reader`` receives nothing more. Reply: Ack."""
-
-    reader: str
-
-
-CODEC = Codec(Connect | Send | Disconnect, RootInfo | Ack | Refused)
 
 
 def check() -> None:
@@ -98,54 +64,6 @@ def check() -> None:
             "hccl needs ascend-communicator, which is not active; fix: pip install "
             "ascend-communicator, and add ascend_communicator to VLLM_PLUGINS if that is set"
         )
-
-
-@dataclass
-class HcclSender:
-    """Peer's side of a link, in a thread of its own: ``ready`` once connected, or ``failed``;
-    ``used`` until then, in monotonic seconds.
-
-    ``work`` has tensors to send with their timeouts in seconds; None ends the thread.
-    """
-
-    ready: bool = False
-    failed: str = ""
-    closed: bool = False
-    used: float = field(default_factory=monotonic)
-    work: queue.SimpleQueue[tuple[list[torch.Tensor], float] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
-
-    def run(self, make: Callable[[], Any]) -> None:
-        """Connect to the reader, and send until closed or failed."""
-        link = None
-        try:
-            link = make()
-            self.ready = True
-            while not self.closed and (work := self.work.get()) is not None:
-                self._send(link, *work)
-                self.used = monotonic()
-        except Exception as error:
-            self.failed = one_line(error)
-        with suppress(Exception):  # the NPU may have failed
-            if link is not None:
-                link.destroy()
-
-    def _send(self, link: Any, sources: list[torch.Tensor], seconds: float) -> None:
-        until = monotonic() + seconds
-        for source in sources:
-            link.send(source)
-        while not link.wait(POLL_SECONDS):
-            if self.closed or monotonic() >= until:
-                cause = f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s"
-                raise TransferError("transport", cause)
-
-    def is_idle(self) -> bool:
-        return self.ready and self.work.empty() and monotonic() - self.used > IDLE_SECONDS
-
-    def end(self) -> None:
-        self.closed = True
-        self.work.put(None)
 
 
 class Memory(NamedTuple):
@@ -193,11 +111,10 @@ class HcclEngine:
         self.context = zmq.Context()
         self._memory = Memory([], [])
         self._readers: dict[str, HcclReader] = {}
-        self._senders: dict[str, HcclSender] = {}
-        self._threads: list[threading.Thread] = []
+        self._senders = HcclSenders(self)
         self._closing: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._server = RpcServer(CODEC, self._answer, host, ports or 0, keys)
+        self._server = RpcServer(CODEC, self._senders.answer, host, ports or 0, keys)
         self.session = f"{host}:{self._server.port}"
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -238,13 +155,16 @@ class HcclEngine:
     def _close_idle_readers(self) -> None:
         for session, reader in list(self._readers.items()):
             if not reader.lock.locked() and monotonic() - reader.used > IDLE_SECONDS:
-                del self._readers[session]
                 # In a thread, because it waits for a peer that is gone.
                 thread = threading.Thread(
                     target=reader.disconnect, name="transfer-hccl", daemon=True
                 )
+                try:
+                    thread.start()
+                except RuntimeError:  # too many processes and threads
+                    return
+                del self._readers[session]
                 self._closing = [each for each in self._closing if each.is_alive()] + [thread]
-                thread.start()
 
     def write(self, session: str, runs: Runs) -> None:
         raise TransferError("internal", "HCCL has no one-sided writes")
@@ -272,76 +192,20 @@ class HcclEngine:
         self._server.close()
         for reader in list(self._readers.values()):
             reader.disconnect()
-        for sending in self._senders.values():
-            sending.end()
-        for thread in [*self._threads, *self._closing]:
+        self._senders.close()
+        for thread in self._closing:
             thread.join(1)
         # Otherwise a thread may still use it.
         if not self._readers and not any(thread.is_alive() for thread in self._closing):
             self.context.destroy(linger=0)
 
+    def has_memory(self) -> bool:
+        """Whether anything is registered."""
+        return bool(self._memory.buffers)
+
     def set_device(self) -> None:
         """Set this thread's NPU to that of the buffers."""
         torch.npu.set_device(self._memory.buffers[0].device)
-
-    def _answer(self, query: Message) -> Message:
-        match query:
-            case Connect(reader=reader):
-                return self._accept_reader(reader)
-            case Send():
-                return self._send(query)
-            case Disconnect(reader=reader):
-                self._disconnect(reader)
-                return Ack()
-        return Refused("mismatch", "not a message of an HCCL reader")
-
-    def _accept_reader(self, reader: str) -> Message:
-        if not self._memory.buffers:
-            return Refused("transport", "the peer has no registered memory")
-        self.set_device()
-        try:
-            of_reader = reader.partition("/")[0]
-            for name, sending in list(self._senders.items()):
-                # A link that this reader discarded, or whose reader may be gone.
-                if name.partition("/")[0] == of_reader or sending.failed or sending.is_idle():
-                    self._senders.pop(name).end()
-            info = self.link.root_info()
-        except Exception as error:
-            return Refused("transport", one_line(error))
-        sending = HcclSender()
-
-        def make() -> Any:
-            self.set_device()
-            return self.link(0, info)
-
-        thread = threading.Thread(
-            target=sending.run, args=[make], name="transfer-hccl", daemon=True
-        )
-        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-        thread.start()
-        self._senders[reader] = sending
-        return RootInfo(info)
-
-    def _send(self, message: Send) -> Message:
-        sending = self._senders.get(message.reader)
-        if sending is None or sending.failed:
-            return Refused("transport", sending.failed if sending else NOT_CONNECTED)
-        if not sending.ready:
-            return Refused("transport", "the link is still connecting", again=True)
-        same = len(message.addresses) == len(message.sizes)
-        sources = self.registered_slices(message.addresses, message.sizes) if same else None
-        if not sources:
-            cause = (
-                f"{sum(message.sizes)} bytes were requested outside of the peer's registered memory"
-            )
-            return Refused("transport", cause)
-        sending.used = monotonic() + message.seconds
-        sending.work.put((sources, message.seconds))
-        return Ack()
-
-    def _disconnect(self, reader: str) -> None:
-        if sending := self._senders.pop(reader, None):
-            sending.end()
 
 
 class HcclReader:
@@ -385,7 +249,7 @@ class HcclReader:
                 self.link.recv(target)
             while not self.link.wait(min(POLL_SECONDS, until - monotonic())):
                 if monotonic() >= until:
-                    cause = f"HCCL did not receive {_bytes(targets)} bytes in time"
+                    cause = f"HCCL did not receive {total_bytes(targets)} bytes in time"
                     raise TransferError("transport", cause)
                 if self.client.connection_count() != connection:
                     cause = "the peer closed the connection during an HCCL receive"
@@ -492,7 +356,3 @@ def _as_transfer_error(error: Exception, settled: Settled) -> TransferError:
     if isinstance(error, TransferError):
         return TransferError(error.kind, one_line(error), settled=settled)
     return TransferError("transport", f"HCCL failed: {one_line(error)}", settled=settled)
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
