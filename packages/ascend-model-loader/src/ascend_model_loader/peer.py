@@ -232,10 +232,18 @@ class _Transfer:
             threading.Thread(target=self._work, args=[connect_channel], name="weights", daemon=True)
             for connect_channel in connects
         ]
+        started: list[threading.Thread] = []
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many processes and threads
+                if not started:
+                    cause = f"{error}; fix: raise the limit (ulimit -u, pids.max)"
+                    raise wire.PeerError(cause) from None
+                break
+            started.append(thread)
         since, before = time.monotonic(), 0
-        for thread in threads:
+        for thread in started:
             while thread.is_alive():  # bounded by its channel's deadline
                 thread.join(0.2)
                 seconds = time.monotonic() - since

@@ -8,7 +8,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from ascend_platform import extension
@@ -28,6 +29,10 @@ MAX_HANDSHAKES = 64
 
 HANDSHAKE = 10.0
 """Seconds that a client has for the handshake."""
+
+NO_THREAD = (
+    "no thread can be started; fix: raise the limit of processes and threads (ulimit -u, pids.max)"
+)
 
 logger = extension.logger
 
@@ -135,7 +140,9 @@ class WeightServer:
     def start(self) -> None:
         """Accept connections, and open the gate."""
         self.gate.open()
-        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+        if not _start_thread(self._accept):
+            logger.warning("cannot serve weights at %s: %s", self.address, NO_THREAD)
+            return
         if self._options.registry:
             try:
                 self._registration = registry.Registration(
@@ -159,7 +166,7 @@ class WeightServer:
         self._listening.close()
 
     def _accept(self) -> None:
-        next_heartbeat = 0.0
+        next_heartbeat, was_served = 0.0, True
         while not self._ended.is_set():
             try:
                 if self._registration and time.monotonic() > next_heartbeat:
@@ -177,9 +184,13 @@ class WeightServer:
                     with contextlib.suppress(OSError):
                         next(iter(self._handshaking)).shutdown(socket.SHUT_RDWR)
                 self._handshaking[connection] = None
-            threading.Thread(
-                target=self._serve, args=[connection], name="weights", daemon=True
-            ).start()
+            if not (is_served := _start_thread(self._serve, connection)):
+                if was_served:
+                    logger.warning("weight connections are closed: %s", NO_THREAD)
+                connection.close()
+                with self._lock:
+                    self._handshaking.pop(connection, None)
+            was_served = is_served
 
     def _admit(self, connection: socket.socket) -> None:
         """Count a connection whose client has the secret; others must not keep it out.
@@ -255,6 +266,15 @@ class WeightServer:
             with self.gate.reading():
                 chunk = copier.read(index, sender.buffer())
             sender.send(index, chunk)
+
+
+def _start_thread(target: Callable[..., None], *arguments: Any) -> bool:
+    """Run a function in a daemon thread; False if none can be started."""
+    try:
+        threading.Thread(target=target, args=arguments, name="weights", daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Publication:

@@ -22,6 +22,16 @@ HINTS: dict[Kind, str] = {
 }
 
 
+OF_MACHINE = {
+    "can't start new thread": "raise the limit of processes and threads (ulimit -u, pids.max)",
+    "Too many open files": "raise the limit of open files (ulimit -n)",
+    "out of memory": "lower --gpu-memory-utilization, or chunk_mib, slots and lanes",
+    "Cannot allocate memory": "free memory of this machine, or lower chunk_mib, slots and lanes",
+}
+"""Hints for what the machine lacks, here or at the peer, by a part of the cause."""
+
+
 def hint(error: TransferError) -> str:
-    """The error's own hint, or that of its error code."""
-    return error.hint or HINTS[error.kind]
+    """The error's own hint, or that of its cause or its error code."""
+    of_machine = (fix for cause, fix in OF_MACHINE.items() if cause in str(error))
+    return error.hint or next(of_machine, HINTS[error.kind])

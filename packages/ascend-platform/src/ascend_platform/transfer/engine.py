@@ -21,6 +21,9 @@ READ_SECONDS = 30.0
 
 SETTLE_POLL_SECONDS = 1.0
 
+_kept: list[Callable[[], object]] = []
+"""Never called: what they refer to is kept for the life of the process."""
+
 ENGINES = {
     "mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine",
     "hccl": "ascend_platform.transfer.hccl.HcclEngine",
@@ -140,8 +143,11 @@ def release_when_settled(settled: Settled, release: Callable[[], object]) -> Non
 
     if settled():
         release()
-    else:
+        return
+    try:
         threading.Thread(target=wait, name="transfer-settle", daemon=True).start()
+    except RuntimeError:  # too many processes and threads
+        _kept.append(release)
 
 
 def _module(name: str) -> Any:

@@ -99,8 +99,7 @@ class PeerQueues(Generic[Work]):
             queue.waiting.append(work)
             if (error := self._start_threads(queue)) and not queue.threads:
                 queue.waiting.pop()
-                fix = "raise the limit of processes and threads (ulimit -u, pids.max)"
-                raise TransferError("internal", f"{error}; fix: {fix}")
+                raise TransferError("internal", error)
             queue.changed.notify()
 
     def abandon(self, work: Work) -> None:

@@ -179,7 +179,7 @@ class RpcServer:
         except TransferError as error:
             return Refused(error.kind, str(error))
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
+            cause = printable(f"{type(error).__name__}: {error}")
             logger.warning("transfer: error while answering a peer: %s", cause)
             return Refused("internal", cause)
 
@@ -204,7 +204,7 @@ class RpcClient:
         answer_timeout: float,
         keys: CurveKeys | None = None,
     ) -> None:
-        self.peer, self._codec = f"{host}:{port}", codec
+        self.peer, self._codec = printable(f"{host}:{port}"), codec
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
         # This allows a final Release to be sent in the background.
@@ -376,7 +376,7 @@ class RpcClient:
             if not reply.again or now - first > retry_seconds or now + pause > deadline:
                 waited = f" (for {now - first:.2g} s)" if reply.again else ""
                 failure = NotYetError if reply.again else TransferError
-                kind = reply.kind if reply.kind in KINDS else "internal"
+                kind = reply.kind if reply.kind in KINDS else "mismatch"
                 raise failure(kind, f"{printable(reply.cause)}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)
