@@ -9,8 +9,9 @@ allocates blocks and posts to the router, which sends the prompt with these para
 instance, and the KV cache is transferred layer by layer during the prefill.
 
 A list of prompts goes only to a decode instance: a prefill instance answers with the parameters of
-the first prompt only. It has no queues, retries or health checks; in production use a router such
-as vLLM's own or llm-d.
+the first prompt only. A request whose X-Request-Id another one has gets a part of its own behind
+it, by which the instances tell the two apart. It has no queues, retries or health checks; in
+production use a router such as vLLM's own or llm-d.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +28,8 @@ from typing import Any, NamedTuple
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from ascend_kv_connector.p2p.params import TransferParams
+
+logger = logging.getLogger(__name__)
 
 SESSION = web.AppKey("session", ClientSession)
 PATHS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
@@ -40,6 +44,9 @@ NOT_FOR_PREFILL = (
     "best_of",
 )
 """Parameters of a request that would let a prefill instance generate more than one token."""
+
+PREFILL_SECONDS, SILENT_SECONDS = 120.0, 600.0
+"""Defaults of the options, for a prefill and for an instance that sends nothing."""
 
 METASERVER = "/v1/metaserver"
 """Path where a decode instance requests a prefill; vllm-ascend's name."""
@@ -59,14 +66,25 @@ class Waiting(NamedTuple):
 
 class Router:
     """The router for base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own URL, for
-    layer-by-layer transfers."""
+    layer-by-layer transfers. A prefill may take ``prefill_timeout`` seconds; a decode instance that
+    sends nothing for ``timeout`` seconds counts as failed."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], layerwise: str = "") -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        layerwise: str = "",
+        prefill_timeout: float = PREFILL_SECONDS,
+        timeout: float = SILENT_SECONDS,
+    ) -> None:
         self._prefill, self._decode = (
             itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)
         )
         self._layerwise = layerwise.rstrip("/")
+        self._prefill_timeout = ClientTimeout(total=prefill_timeout, sock_connect=10)
+        self._decode_timeout = ClientTimeout(total=None, sock_connect=10, sock_read=timeout)
         self._waiting: dict[str, Waiting] = {}
+        self._names: set[str] = set()
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20)
@@ -79,10 +97,23 @@ class Router:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         if (body := _json_object(await request.read())) is None:
             return _error(400, NO_OBJECT)
-        headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
-        headers |= {
-            name: request.headers[name] for name in ("Authorization",) if name in request.headers
-        }
+        name = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        if name in self._names:
+            name = f"{name}-{uuid.uuid4().hex}"
+        self._names.add(name)
+        try:
+            headers = {"X-Request-Id": name} | {
+                name: request.headers[name]
+                for name in ("Authorization",)
+                if name in request.headers
+            }
+            return await self._complete(request, body, headers)
+        finally:
+            self._names.discard(name)
+
+    async def _complete(
+        self, request: web.Request, body: dict[str, Any], headers: dict[str, str]
+    ) -> web.StreamResponse:
         if _has_several_prompts(body):
             return await self._send_to_decode(request, body, headers, None)
         if self._layerwise:
@@ -90,12 +121,14 @@ class Router:
         first = _prefill_body(body, TransferParams(do_remote_decode=True).to_dict())
         where = next(self._prefill) + request.path
         try:
-            async with request.app[SESSION].post(where, json=first, headers=headers) as answer:
+            async with request.app[SESSION].post(
+                where, json=first, headers=headers, timeout=self._prefill_timeout
+            ) as answer:
                 text = await answer.text()
             if answer.status != 200:
                 return web.Response(status=answer.status, text=text, content_type=JSON)
         except (ClientError, ValueError, TimeoutError) as error:
-            return _failure("prefill", where, error)
+            return _failure("prefill", where, error, self._prefill_timeout.total)
         params = (_json_object(text) or {}).get("kv_transfer_params")
         if not isinstance(params, dict) or not params:
             return _error(
@@ -117,13 +150,16 @@ class Router:
         where = next(self._prefill) + wanted.path
         try:
             async with request.app[SESSION].post(
-                where, json=_prefill_body(wanted.body, params), headers=wanted.headers
+                where,
+                json=_prefill_body(wanted.body, params),
+                headers=wanted.headers,
+                timeout=self._prefill_timeout,
             ) as answer:
                 return web.Response(
                     status=answer.status, text=await answer.text(), content_type=JSON
                 )
         except (ClientError, ValueError, TimeoutError) as error:
-            return _failure("prefill", where, error)
+            return _failure("prefill", where, error, self._prefill_timeout.total)
 
     async def _decode_first(
         self, request: web.Request, body: dict[str, Any], headers: dict[str, str]
@@ -147,9 +183,11 @@ class Router:
     ) -> web.StreamResponse:
         where = next(self._decode) + request.path
         body = body | {"kv_transfer_params": params} if params else body
-        response = None
+        response: web.StreamResponse | None = None
         try:
-            async with request.app[SESSION].post(where, json=body, headers=headers) as answer:
+            async with request.app[SESSION].post(
+                where, json=body, headers=headers, timeout=self._decode_timeout
+            ) as answer:
                 response = web.StreamResponse(
                     status=answer.status,
                     headers={"Content-Type": answer.headers.get("Content-Type", JSON)},
@@ -158,20 +196,32 @@ class Router:
                 async for data in answer.content.iter_any():
                     await response.write(data)
         except (ClientError, TimeoutError) as error:
-            if response is not None:
-                raise  # A part of the response was sent, so close the connection.
-            return _failure("decode", where, error)
+            if response is None:
+                return _failure("decode", where, error, self._decode_timeout.sock_read)
+            # A part of the response was sent. If its client has not left, it sees that it is cut.
+            if request.transport is not None and not request.transport.is_closing():
+                logger.warning("%s", _cause("decode", where, error))
+                request.transport.close()
         return response
 
 
 async def _session(app: web.Application) -> AsyncIterator[None]:
-    app[SESSION] = ClientSession(timeout=ClientTimeout(total=None, sock_connect=10))
+    app[SESSION] = ClientSession()
     yield
     await app[SESSION].close()
 
 
-def _failure(role: str, where: str, error: Exception) -> web.Response:
-    return _error(502, f"the {role} instance at {where} failed: {type(error).__name__}: {error}")
+def _failure(role: str, where: str, error: Exception, seconds: float | None) -> web.Response:
+    if isinstance(error, TimeoutError):
+        return _error(
+            504,
+            f"the {role} instance at {where} did not answer in {seconds:g} s; fix: check its log",
+        )
+    return _error(502, _cause(role, where, error))
+
+
+def _cause(role: str, where: str, error: Exception) -> str:
+    return f"the {role} instance at {where} failed: {type(error).__name__}: {error}"
 
 
 def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
@@ -225,9 +275,28 @@ def main() -> None:
         default="",
         help="layer-by-layer transfers; URL is this router's own",
     )
+    parser.add_argument(
+        "--prefill-timeout",
+        type=float,
+        default=PREFILL_SECONDS,
+        metavar="SECONDS",
+        help="limit of a prefill (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=SILENT_SECONDS,
+        metavar="SECONDS",
+        help="limit of a decode instance that sends nothing (default: %(default)g)",
+    )
     options = parser.parse_args()
-    router = Router(options.prefill, options.decode, options.layerwise)
-    web.run_app(router.application(), host=options.host, port=options.port)
+    router = Router(
+        options.prefill, options.decode, options.layerwise, options.prefill_timeout, options.timeout
+    )
+    # A client that leaves ends its requests to the instances.
+    web.run_app(
+        router.application(), host=options.host, port=options.port, handler_cancellation=True
+    )
 
 
 if __name__ == "__main__":
