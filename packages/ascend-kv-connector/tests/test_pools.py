@@ -41,6 +41,35 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert [file.exists() for file in (old, young, chunk)] == [False, True, True]
 
 
+def test_other_files_in_the_place_of_a_chunk_are_not_waited_for(tmp_path: Path) -> None:
+    """A load thread that opened a FIFO would wait for good. What can be removed is stored again."""
+    pool, size = DiskPool(str(tmp_path)), 8192
+    record = pool.buffer(size)
+    record[:] = b"\x11" * size
+    found = {}
+    for what in ("fifo", "zero", "directory"):
+        path = pool._path(name := f"space/000{what}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if what == "fifo":
+            os.mkfifo(path)
+        elif what == "zero":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+
+        def load(name: str = name, what: str = what) -> None:
+            found[what] = pool.get([name], [record])
+            pool.remove([name])
+            found[what] += pool.put([name], [record])
+
+        thread = threading.Thread(target=load, daemon=True)
+        thread.start()
+        thread.join(10)
+    stored = {"fifo": ["cut", "stored"], "zero": ["cut", "stored"]}
+    assert found.pop("directory")[1] == "failed"
+    assert found == stored
+
+
 def test_disk_keeps_to_its_quota_and_evicts_least_recently_used(tmp_path: Path) -> None:
     size, count = 1 << 20, 10
     pool = DiskPool(str(tmp_path), quota=count * size)

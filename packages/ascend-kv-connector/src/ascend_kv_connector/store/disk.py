@@ -177,15 +177,17 @@ class DiskPool:
 
     def _read(self, path: Path, record: memoryview) -> str:
         try:
-            file = os.open(path, os.O_RDONLY | self._direct)
+            # A FIFO of that name would be waited for.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | self._direct)
             try:
-                read = os.readv(file, [record])
+                is_file = stat.S_ISREG(os.fstat(file).st_mode)
+                read = os.readv(file, [record]) if is_file else 0
             finally:
                 os.close(file)
         except FileNotFoundError:
             return "missing"
         except OSError:
-            return "failed"
+            return "failed" if path.is_file() else "cut"
         with suppress(OSError):
             # Mark it as used, because not all mounts update the access time.
             os.utime(path)

@@ -13,11 +13,11 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ascend_platform import extension
 from ascend_platform.transfer import mooncake
+from ascend_platform.transfer.secret import read_file
 
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier, TierOptions
@@ -69,7 +69,7 @@ class MooncakeConfig:
                 " kv_connector_extra_config"
             )
         try:
-            values = json.loads(Path(path).read_text())
+            values = json.loads(read_file(path)[0])
             known = {
                 name: values[name]
                 for name in cls.__dataclass_fields__
