@@ -14,7 +14,7 @@ from ascend_kv_connector.p2p import metaserver
 from ascend_kv_connector.p2p.leases import Leases, NotReadyError, PrefillProgress
 from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
-from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
+from ascend_kv_connector.p2p.protocol import Ack, PrefillCancelled, PrefillStarted, Refused
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.errors import TransferError
 from harness.kv.memory_transport import InMemoryNetwork
@@ -219,7 +219,7 @@ def test_notification_of_a_rank_that_did_not_reply_is_repeated(instances: Callab
         notifier.notify(
             ((consumer.consumers[0].server.host, consumer.consumers[0].server.port),), message
         )
-        while "r" not in consumer.consumers[0]._announced and monotonic() < began + 20.0:
+        while "r" not in consumer.consumers[0]._early._kept and monotonic() < began + 20.0:
             sleep(0.01)
         assert monotonic() - began < 10.0
         seen = 0
@@ -230,6 +230,27 @@ def test_notification_of_a_rank_that_did_not_reply_is_repeated(instances: Callab
         assert seen == 3
         notifier.close()
         context.destroy(linger=0)
+
+
+def test_announced_prompts_are_kept_or_not_acknowledged(instances: Callable) -> None:
+    """As many as there are blocks, of which each request has one."""
+    rank = instances("d", blocks=400).consume().consumers[0]
+
+    def announce(number: int) -> Ack | Refused:
+        return rank.answer(PrefillStarted(f"r{number}", "p", f"p{number}", [("127.0.0.1", 1)]))
+
+    assert [announce(number) for number in range(400)] == [Ack()] * 400
+    refused = announce(400)
+    assert (type(refused), refused.again) == (Refused, True)
+    assert rank.answer(PrefillCancelled("r401", "gone")).again
+    for number in (0, 399):
+        rank.start(f"r{number}", None, [3], 0, 4)
+        assert rank._transfers[f"r{number}"].source.request == f"p{number}"
+    assert announce(400) == Ack()
+    assert rank.answer(PrefillCancelled("r401", "gone")) == Ack()
+    rank.start("r401", None, [4], 0, 4)
+    (failed,) = [each for each in rank.get_finished() if each.request == "r401"]
+    assert failed.cause == "the prefill instance cancelled it: gone"
 
 
 def test_metaserver_client_posts_and_reports_failures() -> None:

@@ -9,6 +9,7 @@ import torch
 from ascend_kv_connector.p2p.leases import (
     MAX_READERS,
     MAX_REMEMBERED,
+    EarlyMessages,
     Leases,
     NotReadyError,
     PrefillProgress,
@@ -212,15 +213,33 @@ def test_peers_cannot_fill_the_memory(leases: Leases) -> None:
     for number in range(MAX_REMEMBERED + 50):
         leases.finish(f"r{number}", "d", 0, 2)
     assert len(leases._early_readers) == MAX_REMEMBERED
+
+
+def test_invented_readers_do_not_shut_the_reader_out(leases: Leases, clock: Clock) -> None:
     leases.grant("r", [3], 7, 10)
-    for number in range(MAX_READERS):
-        with leases.use("r", f"d{number}"):
-            pass
-    with (
-        pytest.raises(TransferError, match=f"the maximum of {MAX_READERS} readers"),
-        leases.use("r", "one more"),
-    ):
-        pass
+    for number in range(2 * MAX_READERS):
+        leases.renew("r", f"invented {number}")
+        if number % 9 == 0:
+            with leases.use("r", "d") as lease:
+                assert lease.blocks == [3]
+    assert len(lease.readers) == MAX_READERS
+    leases.finish("r", "d", 0, 1)
+    assert lease.readers["d"].has_finished
+    assert leases.pop_ended() == {}, "other readers have not finished"
+    clock.now += 11
+    assert list(leases.pop_ended()) == ["r"]
+
+
+def test_early_messages_are_kept_for_their_time(clock: Clock) -> None:
+    early: EarlyMessages[int] = EarlyMessages(400, 20.0, clock)
+    assert all(early.add(f"r{number}", number) for number in range(400))
+    assert not early.add("one more", 1)
+    assert early.add("r7", 8)  # again
+    assert [early.pop("r7"), early.pop("r7"), early.pop("r399")] == [8, None, 399]
+    assert early.add("one more", 1)
+    clock.now += 21
+    assert all(early.add(f"s{number}", number) for number in range(400))
+    assert early.pop("r0") is None
 
 
 def fetch(number: int) -> Fetch:

@@ -20,7 +20,7 @@ from ascend_platform.transfer.rpc import RpcServer, make_context
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.connections import Notice
 from ascend_kv_connector.p2p.fetcher import Fetcher
-from ascend_kv_connector.p2p.leases import BoundedDict
+from ascend_kv_connector.p2p.leases import BoundedDict, EarlyMessages
 from ascend_kv_connector.p2p.paged_cache import PagedCache
 from ascend_kv_connector.p2p.producer import expose
 from ascend_kv_connector.p2p.protocol import (
@@ -49,6 +49,9 @@ peers go to receive buffers."""
 MAX_LAYERWISE = 32
 """Prompts of one instance that are received layer by layer at once; each has a thread while it is
 computed."""
+
+
+TOO_EARLY = Refused("lease", "the decode instance has not allocated blocks for it", again=True)
 
 
 class Consumer:
@@ -80,10 +83,11 @@ class Consumer:
         self._unsettled: list[Transfer] = []  # outcome was reported
         self._is_full = False
         self._lock = threading.Lock()
-        # PrefillStarted and PrefillCancelled received before the request, and requests that ended
-        # before them.
-        self._announced: BoundedDict[Source] = BoundedDict(256)
-        self._cancelled: BoundedDict[str] = BoundedDict(256)
+        # PrefillStarted and PrefillCancelled received before the request, of which there are at most
+        # one for each block, and requests that ended before them.
+        self._early: EarlyMessages[Source | str] = EarlyMessages(
+            cache.blocks, options.transfer_timeout
+        )
         self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(CODEC, self.answer, rank.host, port, rank.keys)
 
@@ -109,9 +113,10 @@ class Consumer:
         )
         with self._lock:
             self._transfers[request] = transfer
-            if source is None:
-                transfer.source = self._announced.pop(request, None)
-            cancelled = self._cancelled.pop(request, "") if source is None else ""
+            early = self._early.pop(request) if source is None else None
+            cancelled = early if isinstance(early, str) else ""
+            if isinstance(early, Source):
+                transfer.source = early
             # Decide here, because PrefillStarted may arrive in another thread.
             if transfer.source is not None:
                 self._enqueue(transfer)
@@ -123,8 +128,10 @@ class Consumer:
         if isinstance(query, PrefillCancelled):
             cause = f"the prefill instance cancelled it: {printable(query.cause)}"
             with self._lock:
-                if query.request not in self._transfers:
-                    self._cancelled[query.request] = cause
+                if query.request not in self._transfers and not self._early.add(
+                    query.request, cause
+                ):
+                    return TOO_EARLY
             self.cancel_unstarted(query.request, cause)
             return Ack()
         if not isinstance(query, PrefillStarted):
@@ -146,7 +153,8 @@ class Consumer:
             ):
                 self.release(source)  # No longer needed, or computed twice (n > 1).
             elif transfer is None:
-                self._announced[query.request] = source
+                if not self._early.add(query.request, source):
+                    return TOO_EARLY
             elif transfer.source is None:
                 transfer.source = source
                 self._enqueue(transfer)

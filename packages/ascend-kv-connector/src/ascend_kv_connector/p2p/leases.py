@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ascend_platform.transfer.errors import TransferError
 
@@ -24,7 +24,7 @@ of order."""
 
 
 MAX_READERS = 64
-"""Instances that may read one request."""
+"""Instances that are remembered as readers of one request."""
 
 
 class BoundedDict(dict[Any, Value]):
@@ -38,6 +38,30 @@ class BoundedDict(dict[Any, Value]):
         super().__setitem__(key, value)
         if len(self) > self._most:
             del self[next(iter(self))]
+
+
+class EarlyMessages(Generic[Value]):
+    """Messages for requests that are not here yet: ``most`` of them, for ``seconds``."""
+
+    def __init__(self, most: int, seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        self._most, self._seconds, self._clock = most, seconds, clock
+        self._kept: dict[str, tuple[Value, float]] = {}  # the oldest first
+
+    def add(self, request: str, value: Value) -> bool:
+        """Keep the latest message for a request; whether it could be kept."""
+        now = self._clock()
+        self._kept.pop(request, None)
+        while self._kept and now - next(iter(self._kept.values()))[1] > self._seconds:
+            del self._kept[next(iter(self._kept))]
+        if len(self._kept) >= self._most:
+            return False
+        self._kept[request] = value, now
+        return True
+
+    def pop(self, request: str) -> Value | None:
+        """The message for a request that is here now."""
+        value, _ = self._kept.pop(request, (None, 0.0))
+        return value
 
 
 class NotReadyError(Exception):
@@ -199,10 +223,7 @@ class Leases:
                 if self._suspended:
                     raise TransferError("lease", self._suspended)
                 raise NotReadyError("the request's blocks are not available yet")
-            if not _register(lease.readers, reader):
-                raise TransferError(
-                    "lease", f"the request already has the maximum of {MAX_READERS} readers"
-                )
+            _register(lease.readers, reader)
             lease.in_use += 1
             lease.expires = self._clock() + lease.seconds
         try:
@@ -235,10 +256,11 @@ class Leases:
                 return
             # No lease: the reader gave up before it was granted.
             readers = lease.readers if lease else self._early_readers.get(request, {})
-            if rank >= ranks or not _register(readers, reader):
+            if rank >= ranks:
                 return
-            readers[reader].finished.add(rank)
-            readers[reader].ranks = ranks
+            known = _register(readers, reader)
+            known.finished.add(rank)
+            known.ranks = ranks
             if lease:
                 self._end_if_unused(request, lease)
             else:
@@ -248,7 +270,8 @@ class Leases:
         """A reader waits for a finished request's blocks."""
         with self._lock:
             lease = self._live.get(request)
-            if lease is not None and _register(lease.readers, reader):
+            if lease is not None:
+                _register(lease.readers, reader)
                 lease.expires = self._clock() + lease.seconds
 
     def end(self, request: str) -> None:
@@ -325,9 +348,11 @@ class Leases:
         self._unreported[request] = self._ended[request] = reason
 
 
-def _register(readers: dict[str, Reader], reader: str) -> bool:
-    """Add a reader if it is new; False if there are too many."""
-    if reader not in readers and len(readers) >= MAX_READERS:
-        return False
-    readers.setdefault(reader, Reader())
-    return True
+def _register(readers: dict[str, Reader], reader: str) -> Reader:
+    """The reader of this name, which is the latest now. Beyond :data:`MAX_READERS` the one that was
+    not heard of for longest is forgotten: names that are invented must not shut a reader out."""
+    found = readers.pop(reader, None) or Reader()
+    while len(readers) >= MAX_READERS:
+        del readers[next(iter(readers))]
+    readers[reader] = found
+    return found
