@@ -3,6 +3,7 @@
 """Metrics of transfers: what Prometheus and the log get."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -81,6 +82,16 @@ def test_failures_of_a_producer_are_logged_at_a_limited_rate() -> None:
     now[0] = 12.0
     log.add(failed())
     assert lines[4:] == ["47 more KV transfers from engine p failed in 12 s (peer)", str(failed())]
+
+
+def test_lines_have_no_text_of_clients_or_peers_as_it_is() -> None:
+    """vLLM takes a request's id from its client, of any length and with any characters."""
+    evil = "x\nERROR forged \x1b[31m\u202e" + "y" * 3000
+    outcomes = Done(evil, 1, 1.0), replace(failed(), request=evil)
+    for line in map(str, outcomes):
+        assert line.isprintable()
+        assert "x?ERROR forged ?[31m?yyy" in line
+        assert len(line) < 700
 
 
 def test_phases_of_a_transfer(instances: Callable) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.rpc import ClientPool, RpcClient
@@ -24,6 +24,8 @@ from ascend_kv_connector.p2p.protocol import (
     Renew,
 )
 from ascend_kv_connector.p2p.transfers import Source, Transfer
+
+ReplyType = TypeVar("ReplyType", bound=Message)
 
 LANE_SECONDS = 0.1
 """Seconds for which a transfer whose prompt is not ready keeps its thread from others; then it is
@@ -79,14 +81,23 @@ class Connections:
         part.transfer.peer = client.peer
         return client
 
-    def ask(self, part: Part, query: Query) -> Message:
+    def ask(self, part: Part, query: Query, reply: type[ReplyType]) -> ReplyType:
+        """The reply to a query.
+
+        Raises:
+            TransferError: there is none in time, or one of another type.
+        """
         client = self.clients.get(part.address)
         transfer = part.transfer
         with transfer.phase("wait"):
             number = client.send(query)
-            return client.await_reply(
+            found = client.await_reply(
                 number, query, transfer.deadline, LANE_SECONDS, check=transfer.remaining
             )
+        if not isinstance(found, reply):
+            what = f"unexpected reply to {type(query).__name__}: {type(found).__name__}"
+            raise TransferError("mismatch", what)
+        return found
 
     def handshake(self, transfer: Transfer) -> list[CacheInfo]:
         """CacheInfo of each of the producer's ranks."""
@@ -115,7 +126,7 @@ class Connections:
     def _handshake(self, transfer: Transfer, address: tuple[str, int]) -> CacheInfo:
         assert transfer.source is not None
         transfer.remaining()
-        transfer.peer = f"{address[0]}:{address[1]}"
+        transfer.peer = printable(f"{address[0]}:{address[1]}")
         client, engine = self.clients.get(address), transfer.source.engine
         known, connection = self._caches.get(address, (None, 0))
         if known is None or known.engine != engine or connection != client.connection_count():
@@ -133,6 +144,11 @@ class Connections:
         if not isinstance(answer, CacheInfo):
             raise TransferError(
                 "mismatch", f"unexpected reply to Handshake: {type(answer).__name__}"
+            )
+        if len(answer.memory) not in (0, len(answer.regions)):
+            raise TransferError(
+                "mismatch",
+                f"the peer has {len(answer.memory)} addresses for {len(answer.regions)} regions",
             )
         rank, transport = self._consumer.rank, self._consumer.transport.name
         if answer.model != rank.model or answer.transport != transport:

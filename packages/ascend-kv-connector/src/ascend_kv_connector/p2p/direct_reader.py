@@ -9,7 +9,7 @@ from ascend_platform.transfer.errors import TransferError
 from ascend_kv_connector.p2p.connections import Connections, Part
 from ascend_kv_connector.p2p.consumer_view import ConsumerView
 from ascend_kv_connector.p2p.paged_cache import Heads
-from ascend_kv_connector.p2p.protocol import MAX_BLOCKS, Confirm, Locate, Located
+from ascend_kv_connector.p2p.protocol import MAX_BLOCKS, Ack, Confirm, Locate, Located
 from ascend_kv_connector.p2p.receiving import Receiving
 from ascend_kv_connector.p2p.runs import Placement, plan_runs
 
@@ -62,12 +62,12 @@ class DirectReader:
             confirm = Confirm(part.source.request, located.lease, runs.total)
             if local:
                 self._receiving.read_into_cache(part, runs, part.transfer.deadline)
-                self._connections.ask(part, confirm)
+                self._connections.ask(part, confirm, Ack)
                 part.transfer.count(part.number, runs.total, tokens.stop)
                 continue
             buffer = self._receiving.read_into_buffer(part, runs, part.transfer.deadline)
             try:
-                self._connections.ask(part, confirm)
+                self._connections.ask(part, confirm, Ack)
                 self._receiving.unpack_later(part, tokens, buffer, runs.total)
             except Exception:
                 self._receiving.release(buffer)
@@ -78,10 +78,13 @@ class DirectReader:
         reader, stop = self._consumer.rank.engine, part.transfer.stop
         self._connections.client(part)
         located = self._connections.ask(
-            part, Locate(part.source.request, reader, part.begin, stop, part.plan.remote)
+            part, Locate(part.source.request, reader, part.begin, stop, part.plan.remote), Located
         )
-        if not isinstance(located, Located):
-            raise TransferError("mismatch", f"unexpected reply to Locate: {type(located).__name__}")
+        size = part.peer.block_size
+        if len(located.blocks) != (wanted := -(-stop // size) - part.begin // size):
+            raise TransferError(
+                "mismatch", f"the peer sent {len(located.blocks)} blocks instead of {wanted}"
+            )
         return located
 
     def _remote_placement(self, part: Part, blocks: list[int]) -> Placement:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from contextlib import suppress
 from time import monotonic
 
-from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.rpc import NotYetError
 
 from ascend_kv_connector.p2p.chunk_reader import ChunkReader
@@ -67,7 +67,7 @@ class Fetcher:
                 return
             # After a TransferEndedError, fail() below has no effect.
             if not isinstance(error, TransferError):
-                error = TransferError("internal", f"{type(error).__name__}: {error}")
+                error = TransferError("internal", printable(f"{type(error).__name__}: {error}"))
             elif error.kind == "peer":
                 breaker.note_failure(str(error), began)
             transfer.fail(error, transport, block_size)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 import torch
 from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.errors import TransferError, printable
 
 from ascend_kv_connector.p2p.protocol import CacheInfo, CacheRegion
 from ascend_kv_connector.p2p.runs import Placement, token_slots
@@ -309,7 +309,7 @@ def plan_fetches(cache: PagedCache, peers: Sequence[CacheInfo], rank: int) -> li
         if (peer.dtype, peer.total_heads) != (dtype, cache.total_heads):
             raise TransferError(
                 "mismatch",
-                f"the peer's KV cache is {peer.dtype} with {peer.total_heads} heads, this one"
+                f"the peer's KV cache is {printable(peer.dtype)} with {peer.total_heads} heads, this one"
                 f" {dtype} with {cache.total_heads}",
             )
     plans: list[FetchPlan] = []

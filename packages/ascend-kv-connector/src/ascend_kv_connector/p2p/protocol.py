@@ -16,11 +16,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
 
-VERSION = 4
+VERSION = 5
 """Protocol version; both instances must have the same."""
 
-Name = Annotated[str, msgspec.Meta(max_length=512)]
-"""Id of an engine or a request; a limit, because peers' ids are remembered."""
+MAX_NAME = 512
+"""Characters of an id; a limit, because peers' ids are remembered."""
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""Id of an engine or a request."""
 
 MAX_RANKS = 1024
 """Ranks of an instance."""
@@ -29,6 +32,9 @@ MAX_BLOCKS = 200_000
 """Blocks that a message may name: 5 bytes each at most, of 1 MiB."""
 
 RankIndex = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Owner(NamedTuple):
@@ -55,7 +61,7 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
     layer: str
     part: str
-    size: int
+    size: Count
 
 
 class CacheInfo(Message, frozen=True):
@@ -75,17 +81,17 @@ class CacheInfo(Message, frozen=True):
     dtype: str
     transport: str
     session: str
-    total_heads: int
-    first_head: int
-    heads: int
-    chunk_bytes: int
+    total_heads: Count
+    first_head: Index
+    heads: Count
+    chunk_bytes: Count
     regions: list[CacheRegion]
+    block_size: Count
+    block_tokens: Count
     weights: str = ""
-    block_size: int = 0
-    block_tokens: int = 0
-    memory: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    memory: list[tuple[Address, Index]] = msgspec.field(default_factory=list)
     accepts_push: bool = False
-    tp: tuple[int, int] = (0, 1)
+    tp: tuple[Index, Count] = (0, 1)
 
 
 class Locate(Message, frozen=True):
@@ -104,7 +110,7 @@ class Located(Message, frozen=True):
     lease that keeps them."""
 
     lease: int
-    blocks: list[int]
+    blocks: list[Index]
 
 
 class Confirm(Message, frozen=True):

@@ -49,7 +49,7 @@ class Done:
 
     def __str__(self) -> str:
         return (
-            f"KV transfer of {self.request} done after {self.seconds:.3f} s,"
+            f"KV transfer of {printable(self.request)} done after {self.seconds:.3f} s,"
             f" {self.size / 2**20:.1f} MiB"
         )
 
@@ -74,7 +74,8 @@ class Failed:
     def __str__(self) -> str:
         first, last = (self.blocks[0], self.blocks[-1]) if self.blocks else (0, 0)
         return (
-            f"KV transfer of {self.request} failed after {self.seconds:.2f} s: {self.cause}; peer"
+            f"KV transfer of {printable(self.request)} failed after {self.seconds:.2f} s:"
+            f" {self.cause}; peer"
             f" {self.peer} of engine {self.engine}, transport {self.transport},"
             f" {self.size / 2**20:.1f} of {self.total / 2**20:.1f} MiB read, {len(self.blocks)}"
             f" blocks from {first} to {last} not loaded; {self.hint}"
