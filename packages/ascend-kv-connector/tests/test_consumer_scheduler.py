@@ -9,6 +9,7 @@ import pytest
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p import trusted_addresses
 from ascend_kv_connector.p2p.params import TransferParams
+from ascend_kv_connector.p2p.prompt_digest import prompt_digest
 from ascend_kv_connector.p2p.protocol import VERSION
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.metadata import Load
@@ -65,6 +66,32 @@ def test_fully_cached_prompt_is_declined() -> None:
     assert made.get_num_new_matched_tokens(near, 16) == (0, False)
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54), 0)
     assert made.build_connector_meta(NOTHING).released == [SOURCE]
+
+
+def test_ids_that_no_message_can_have_are_declined(caplog: pytest.LogCaptureFixture) -> None:
+    """Before blocks are allocated; vLLM takes ids of any length from clients, with any characters."""
+    made, name = scheduler(), "x\nERROR forged \x1b[31m" + "y" * 3000
+    for params in (ANSWER, {"do_remote_prefill": True, "metaserver": "http://own"}):
+        near = request(params=dict(params), name=name)
+        assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+        made.update_state_after_alloc(near, blocks(7), 0)
+        made.request_finished(near, [7])
+    far = request(params={"do_remote_decode": True}, name=name)
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    assert made.request_finished(far, [7, 8]) == (False, None)
+    reader = {"remote_reader": "r", "remote_ranks": [["h", 1]], "do_remote_decode": True}
+    reader["remote_prompt_digest"] = prompt_digest(request(), 21)
+    waited = request(params=reader, name=name)
+    made.update_state_after_alloc(waited, blocks(7, 8), 0)
+    meta = made.build_connector_meta(NOTHING)
+    assert (meta.loads, meta.leases, meta.layerwise) == ({}, {}, {})
+    ((prefill, cause),) = meta.cancelled
+    assert prefill.reader == "r"
+    assert cause == "its request has a request id of 3020 characters; the most is 512"
+    lines = [each.getMessage() for each in caplog.records]
+    assert len(lines) == 4
+    assert all("request id of 3020 characters" in line for line in lines)
+    assert all("x?ERROR forged ?[31m" in line and len(line) < 600 for line in lines)
 
 
 def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:

@@ -11,6 +11,7 @@ import ascend_kv_connector
 import pytest
 from ascend_kv_connector.p2p import params
 from ascend_kv_connector.p2p.params import KEYS, NO_PARAMS, TransferParams
+from harness.kv.scheduling import ANSWER, NOTHING, request, scheduler
 
 SOURCE = {
     "do_remote_prefill": True,
@@ -42,6 +43,15 @@ def test_keys_are_known_to_one_module() -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("lease", [2**63, -5, float("nan"), float("inf"), 1e300, True])
+def test_lease_of_a_client_is_a_number_to_calculate_with(lease: float) -> None:
+    near = request(params=dict(ANSWER, remote_lease=lease))
+    made = scheduler()
+    made.on_new_request(near)
+    assert made.get_num_new_matched_tokens(near, 0) == (21, True)
+    assert made.build_connector_meta(NOTHING).renewed == []
+
+
 def test_parameters_are_the_same_after_a_round_trip() -> None:
     parsed = TransferParams.parse(SOURCE)
     assert (parsed.source.engine, parsed.source.ranks) == ("p", (("10.0.0.1", 7000),))
@@ -61,6 +71,11 @@ def test_parameters_are_the_same_after_a_round_trip() -> None:
         ({"metaserver": 3}, "metaserver 3", ""),
         ({"metaserver": "http://r", "remote_ranks": None}, "", ""),
         ({"remote_reader": 7}, "", "remote_reader 7"),
+        ({"remote_request_id": "x" * 513}, "remote_request_id 'xxx", ""),
+        ({"remote_engine_id": "x" * 513}, "remote_engine_id 'xxx", ""),
+        ({"remote_reader": "x" * 513}, "", "remote_reader 'xxx"),
+        ({"remote_ranks": [["x" * 513, 1]]}, "remote_ranks [['xxx", ""),
+        ({"remote_num_tokens": 10**400}, "remote_num_tokens 1000", ""),
         ({"remote_reader": "r", "remote_prompt_digest": 7}, "remote_prompt_digest 7", "digest 7"),
     ],
 )

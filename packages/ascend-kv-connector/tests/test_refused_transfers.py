@@ -5,12 +5,22 @@
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import zmq
-from ascend_kv_connector.p2p.protocol import CODEC, Fetch, Refused
+from ascend_kv_connector.p2p.protocol import (
+    CODEC,
+    Ack,
+    Confirm,
+    Fetch,
+    Locate,
+    Located,
+    Pushed,
+    Refused,
+)
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_kv_connector.p2p.worker import model_fingerprint
 from transformers import PretrainedConfig
@@ -66,13 +76,36 @@ def test_mismatched_model_and_engine_are_refused(instances: Callable) -> None:
     assert "engine p listens at this address instead of engine q" in failed.cause
 
 
+def config(additional: Any = None, cache: str = "auto", **model: Any) -> Any:
+    """The parts of a VllmConfig that the KV cache of a Phi-3 depends on."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    hf = PretrainedConfig(architectures=["Phi3ForCausalLM"])
+    hf.rope_parameters = rope
+    common = {"quantization": None, "dtype": torch.bfloat16, "max_model_len": 4096}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf, hf_text_config=hf, **common | model),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+        additional_config=additional or {},
+    )
+
+
+def test_options_that_change_the_kv_cache_are_refused() -> None:
+    """Of equal shape, dtype and bytes: vLLM rotates keys with other factors beyond 4,096 tokens."""
+    same = [config(), config(max_model_len=1024), config(cache="bfloat16")]
+    other = [
+        config(quantization="fp8"),
+        config(max_model_len=8192),
+        config(dtype=torch.float16, cache="bfloat16"),
+        config(cache="int8"),
+    ]
+    first, *more = map(model_fingerprint, [*same, *other])
+    assert [each == first for each in more] == [True, True, False, False, False, False]
+
+
 def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
-    """Their KV caches have the same shapes; the model's own order is not named, so that older
-    instances are compatible."""
-    model = SimpleNamespace(hf_config=PretrainedConfig(architectures=["M"]))
+    """Their KV caches have the same shapes."""
     on = {"ascend": {"platform": {"mla_prolog": True}}}
-    configs = [SimpleNamespace(model_config=model, additional_config=given) for given in ({}, on)]
-    pairs, halves = map(model_fingerprint, configs)
+    pairs, halves = (model_fingerprint(config(additional=given)) for given in ({}, on))
     assert halves == f"{pairs}/rope in halves"
     producer, consumer = instances("p").produce(model=pairs), instances("d").consume(model=halves)
     source, _ = producer.fill("r", 8)
@@ -104,6 +137,46 @@ def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> Non
             if cause
             else isinstance(outcome, Done)
         )
+
+
+INVALID: dict[str, Any] = {
+    "chunk_bytes": 0,
+    "block_size": 0,
+    "block_tokens": -1,
+    "heads": 0,
+    "first_head": -1,
+    "total_heads": 2**62,
+    "tp": (5, 0),
+    "memory": [(8, 8)],
+    "regions": [],
+    "dtype": "int16\nx\x1b[31m" * 200,
+}
+NONSENSE: dict[str, Any] = {
+    "no blocks": {Locate: Located(1, [])},
+    "negative blocks": {Locate: Located(1, [-5] * 2)},
+    "more blocks": {Locate: Located(1, [*range(1000)])},
+    "blocks that overflow": {Locate: Located(1, [2**62] * 2)},
+    "no location": {Locate: Ack()},
+    "no confirmation": {Confirm: Pushed(3)},
+    "unknown error code": {Locate: Refused("code\n", "cause\x1b[2J" * 1000)},
+}
+
+
+@pytest.mark.parametrize("case", [*INVALID, *NONSENSE])
+def test_invalid_answers_of_a_peer_are_a_mismatch(instances: Callable, case: str) -> None:
+    """They are no defects of this wheel that a user should report."""
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    made = producer.producers[0]
+    if case in INVALID:
+        made._cache_info = msgspec.structs.replace(made._cache_info, **{case: INVALID[case]})
+    answers = NONSENSE.get(case, {})
+    made.server._handler = lambda query: answers.get(type(query)) or made.answer(query)
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((outcome,),) = consumer.wait()
+    assert (outcome.kind, "bug" in outcome.hint) == ("mismatch", False), outcome
+    assert str(outcome).isprintable()
+    assert len(str(outcome)) < 1000
 
 
 def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:

@@ -27,6 +27,7 @@ from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
 from ascend_kv_connector.p2p.states import LAST_STATE, draft_blocks
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 from ascend_kv_connector.p2p.worker import P2PWorker
+from ascend_kv_connector.versions import of_engine
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -97,6 +98,7 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
                 self._options,
                 TrustedAddresses.from_options(self._options),
                 vllm_config.parallel_config.tensor_parallel_size,
+                versions=of_engine(vllm_config),
             )
         else:
             self._worker = P2PWorker(vllm_config, groups, self._options)

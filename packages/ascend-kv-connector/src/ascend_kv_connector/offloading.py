@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    get_offload_block_hash,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -35,6 +36,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from ascend_kv_connector.config import sliding_windows
 from ascend_kv_connector.host_worker import HostWorker, RegionWorker
 from ascend_kv_connector.store.identity import identity_digest
+from ascend_kv_connector.versions import of_engine
 
 SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
 """Spec used on NPUs, by vLLM's name."""
@@ -117,6 +119,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
             spec_name=SPECS.get(spec, spec),
             spec_module_path=__name__,
             kv_format=kv_format(vllm_config),
+            kv_instance=vllm_config.instance_id,
         )
         if not all("identity" in tier for tier in extra_config.get("secondary_tiers", ())):
             extra_config["kv_identity"] = identity_digest(vllm_config)
@@ -126,6 +129,37 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         if self.connector_scheduler is not None:
             manager: Any = self.connector_scheduler.manager
             manager.complete_store = partial(self._complete_store, manager.complete_store)
+            self._versions = of_engine(vllm_config)
+
+    def on_new_request(self, request: Any) -> None:
+        self._versions.on_new_request(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """vLLM's, by the request's hashes of now: it may have been looked up before weights or its
+        adapter were replaced."""
+        for config, group in zip(
+            self.scheduler.config.kv_group_configs,
+            self.scheduler._req_status[request.request_id].group_states,
+            strict=True,
+        ):
+            first = request.block_hashes[config.hashes_per_chunk - 1 :][:1]
+            if group.offload_keys and first != [get_offload_block_hash(group.offload_keys[0])]:
+                group.offload_keys.clear()
+                group.next_stored_chunk_idx = 0
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """vLLM's; nothing more is stored of requests that were computed in part with what has been
+        replaced since."""
+        states = self.scheduler._req_status.values()
+        stale = {id(each) for each in self._versions.stale(state.req for state in states)}
+        for state in states:
+            if id(state.req) in stale:
+                state.max_load_tokens = state.max_offload_tokens = 0
+        return super().build_connector_meta(scheduler_output)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """vLLM's, with the requests of failed loads; the scheduler fails them or computes their
@@ -239,7 +273,9 @@ class TieredSpec(TieringOffloadingSpec):
         model = replace(model, name=f"{model.name}{form}", dtype=f"{model.dtype}, {known}")
         # A block has the keys of all heads of a rank, then the values.
         parallel = replace(config.parallel, is_parallelism_agnostic=False)
-        super().__init__(replace(config, model=model, parallel=parallel))
+        # Two instances on a machine may have been given one engine_id.
+        engine = f"{config.engine_id}-{config.extra_config.get('kv_instance', '')}"
+        super().__init__(replace(config, model=model, parallel=parallel, engine_id=engine))
         if self.num_chunks < 1 and self.kv_bytes_per_chunk:
             raise extension.RefusedError(
                 f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, less than a chunk of"

@@ -12,11 +12,14 @@ from typing import Any
 from ascend_platform.transfer.errors import printable
 from ascend_platform.transfer.rpc import MAX_PORT
 
-from ascend_kv_connector.p2p.protocol import MAX_RANKS
+from ascend_kv_connector.p2p.protocol import MAX_NAME, MAX_RANKS
 from ascend_kv_connector.p2p.transfers import Source
 
 MAX_ABORTED = 1024
 """Requests that one ``aborted_request`` may name."""
+
+MAX_NUMBER = 1 << 53
+"""Numbers are below it, as JSON has them: a client's may be larger than any float."""
 
 SOURCE = (
     "remote_engine_id",
@@ -37,6 +40,7 @@ SIGNED = (
     "remote_ranks",
     "remote_num_tokens",
     "remote_prompt_digest",
+    "remote_version",
     "remote_expires",
 )
 """Keys that the signature covers; routers may add others."""
@@ -48,6 +52,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "remote_reader": str,
     "remote_num_tokens": int,
     "remote_prompt_digest": str,
+    "remote_version": str,
     "remote_expires": int,
     "remote_signature": str,
     "remote_lease": (int, float),
@@ -57,8 +62,9 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 @dataclass(frozen=True)
 class TransferParams:
     """Fields have the names of the keys. These are those of vLLM's own connectors and, for
-    layer-by-layer transfers, vllm-ascend's, except remote_ranks, remote_reader and
-    remote_prompt_digest.
+    layer-by-layer transfers, vllm-ascend's, except remote_ranks, remote_reader,
+    remote_prompt_digest and remote_version, the version of weights and adapter, None for those of
+    the checkpoint.
 
     A key is None if it is absent or its value has the wrong type. ``invalid_source`` and
     ``invalid_reader`` say which key of a source or a reader is unusable; "" if none is.
@@ -78,6 +84,7 @@ class TransferParams:
     remote_num_tokens: int | None = None
     remote_cached_tokens: int | None = None
     remote_prompt_digest: str | None = None
+    remote_version: str | None = None
     remote_lease: float | None = None
     remote_block_ids: list[list[int]] | None = None
     tp_size: int | None = None
@@ -96,7 +103,10 @@ class TransferParams:
         if not params:
             return NO_PARAMS
         values = {
-            key: params[key] for key, form in TYPES.items() if isinstance(params.get(key), form)
+            key: params[key]
+            for key, form in TYPES.items()
+            if isinstance(params.get(key), form)
+            and (key == "metaserver" or _is_usable(params[key]))
         }
         invalid = {
             key: f"has {key} {printable(repr(params.get(key)))}, which is not from"
@@ -161,10 +171,18 @@ def end_remote_prefill(request: Any) -> None:
     request.kv_transfer_params["do_remote_prefill"] = False
 
 
+def _is_usable(value: Any) -> bool:
+    """Whether a text is not too long for a message, and a number can be calculated with."""
+    if isinstance(value, str):
+        return len(value) <= MAX_NAME
+    return abs(value) < MAX_NUMBER
+
+
 def _are_ranks(ranks: list[Any]) -> bool:
     return 0 < len(ranks) <= MAX_RANKS and all(
         isinstance(rank, (list, tuple))
         and list(map(type, rank)) == [str, int]
+        and len(rank[0]) <= MAX_NAME
         and 0 < rank[1] <= MAX_PORT
         for rank in ranks
     )

@@ -15,10 +15,11 @@ import torch
 
 def prompt_digest(request: Any, tokens: int) -> str:
     """Digest of all inputs that determine the KV cache of a vLLM request's first ``tokens`` prompt
-    tokens, except the model.
+    tokens, except the model and :class:`~ascend_kv_connector.versions.Versions`.
 
-    These are token ids, multimodal inputs, prompt embeddings and the LoRA adapter's name, as in
-    vLLM's block hashes (``vllm/v1/core/kv_cache_utils.py``, ``generate_block_hash_extra_keys``).
+    These are token ids, multimodal inputs, prompt embeddings, the LoRA adapter's name and the
+    client's ``cache_salt``, as in vLLM's block hashes (``vllm/v1/core/kv_cache_utils.py``,
+    ``generate_block_hash_extra_keys``).
     """
     lora = request.lora_request
     inputs = [
@@ -29,6 +30,7 @@ def prompt_digest(request: Any, tokens: int) -> str:
     keys = [
         tokens,
         lora.lora_name if lora else None,
+        request.cache_salt,
         inputs,
         (request.prompt_is_token_ids or [])[:tokens],
     ]

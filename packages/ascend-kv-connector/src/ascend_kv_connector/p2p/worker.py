@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 from ascend_platform import extension
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.checkpoint import loaded_fingerprint
 from ascend_platform.transfer.engine import Engine, make_engine
-from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.errors import TransferError, printable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
@@ -37,6 +38,7 @@ from ascend_kv_connector.p2p.states import list_regions
 from ascend_kv_connector.p2p.streams import private_stream, record_event
 from ascend_kv_connector.p2p.transfers import Failed
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.store.identity import computed_with
 
 DEFAULT_KV_PORT = 14579
 """vLLM's default of ``kv_port``: the user has chosen none (``vllm/config/kv_transfer.py``)."""
@@ -70,7 +72,7 @@ class P2PWorker:
         self._failures = FailureLog(lambda line: extension.logger.error("%s", line))
         self._sent_bytes = self._packed_bytes = 0
         self._gauges_reported = 0.0
-        self._rank = 0
+        self._rank, self._engine = 0, ""
         self._written: BoundedDict[Any] = BoundedDict(KEPT_STEPS)
         self._before_step: Any = None
         self._notifier: PrefillNotifier | None = None
@@ -96,8 +98,9 @@ class P2PWorker:
                 " exposed to peers"
             )
             self._options = replace(self._options, expose_cache=False)
+        self._engine = instance_name(transfer.engine_id, tp, pp)
         context = RankContext(
-            transfer.engine_id,
+            self._engine,
             model_fingerprint(self._config),
             rank,
             ranks,
@@ -150,8 +153,12 @@ class P2PWorker:
         return keys, self._transport
 
     def get_handshake_metadata(self) -> Endpoint | None:
-        ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
-        return Endpoint(self._options.host or get_ip(), *ports) if any(ports) else None
+        port, consumer_port = (
+            part.server.port if part else 0 for part in (self._producer, self._consumer)
+        )
+        if not (port or consumer_port):
+            return None
+        return Endpoint(self._options.host or get_ip(), port, consumer_port, self._engine)
 
     def begin_step(self, metadata: P2PMetadata) -> None:
         """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify
@@ -178,12 +185,7 @@ class P2PWorker:
             leases.track(request, prefill.blocks, prefill.total, progress)
             self._step_tokens[request] = prefill.tokens
             if self._notifier and not prefill.announced:
-                what = PrefillStarted(
-                    prefill.reader,
-                    self._config.kv_transfer_config.engine_id,
-                    request,
-                    metadata.ranks,
-                )
+                what = PrefillStarted(prefill.reader, self._engine, request, metadata.ranks)
                 self._notifier.notify(prefill.reader_ranks, what)
         if metadata.layerwise:
             self._producer.steps.note()
@@ -246,7 +248,7 @@ class P2PWorker:
                 if "expired" in reason:
                     self._stats.data["expired"] += 1
                     extension.logger.warning(
-                        "KV blocks of %s were freed unread: %s", request, reason
+                        "KV blocks of %s were freed unread: %s", printable(request), reason
                     )
         if self._consumer:
             for outcome in self._consumer.get_finished():
@@ -326,6 +328,15 @@ def set_awake(state: bool) -> None:
         worker.set_awake(state)
 
 
+def instance_name(engine_id: str | None, *groups: Any) -> str:
+    """Name of this instance for others, the same in all ranks of its process groups, and another
+    after a restart: a user may have given several instances one ``engine_id``."""
+    name = f"{str(engine_id)[:100]}-{uuid4().hex}"
+    for group in reversed(groups):
+        name = group.broadcast_object(name, src=0)
+    return name
+
+
 def total_kv_heads(model: Any) -> int:
     """KV heads of the model, which its tensor-parallel ranks share; all ranks have the same
     latents, as one head."""
@@ -334,14 +345,15 @@ def total_kv_heads(model: Any) -> int:
 
 def model_fingerprint(vllm_config: Any) -> str:
     """Properties that must be equal in both instances, without the weights: architecture, a digest
-    of the
-    model's configuration, and the order of rotated keys where it is not the model's."""
+    of the model's configuration and of the options that the KV cache depends on, and the order of
+    rotated keys where it is not the model's."""
     config, order = vllm_config.model_config.hf_config, extension.rope_order(vllm_config)
     values = {
         key: value
         for key, value in config.to_dict().items()
         if not key.startswith(("_", "transformers"))
     }
+    values["options"] = computed_with(vllm_config)
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[
         :12
     ]

@@ -50,19 +50,22 @@ def next_token(tokens: list[int]) -> int:
     return zlib.crc32(bytes(str(tokens), "ascii")) % VOCABULARY
 
 
-def content(tokens: list[int], layer: int, part: int) -> torch.Tensor:
-    """float32 ``[tokens]``: expected KV cache value of each token."""
+def content(tokens: list[int], layer: int, part: int, version: int = 0) -> torch.Tensor:
+    """float32 ``[tokens]``: expected KV cache value of each token with one of twenty versions of
+    the weights."""
     values, running = [], 1
     for token in tokens:
         running = (running * 31 + token + 7) % 65521
         values.append(running)
-    return torch.tensor(values, dtype=torch.float32) + 100_000 * (2 * layer + part + 1)
+    offset = 100_000 * (2 * layer + part + 1 + 7 * version)
+    return torch.tensor(values, dtype=torch.float32) + offset
 
 
 class Engine:
     """vLLM's scheduler and a worker of one rank, each with the connector, without a model.
 
     ``wrong`` has (request, token, layer) where a step found an unexpected KV cache value.
+    ``version`` is the version of the weights that a request of vLLM's is computed with now.
     """
 
     def __init__(
@@ -137,10 +140,17 @@ class Engine:
         self.wrong: list[tuple[str, int, str]] = []
         self.ended: dict[str, tuple[str, list[int], dict[str, Any] | None]] = {}
         self.loaded: dict[str, int] = {}
+        self.version: Callable[[Any], int] = lambda request: 0
 
     def add(
-        self, name: str, prompt: list[int], length: int, params: dict[str, Any] | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        length: int,
+        params: dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
+        """Add a request; ``more`` are arguments of vLLM's Request."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -149,7 +159,7 @@ class Engine:
             ignore_eos=True,
             extra_args={"kv_transfer_params": params} if params else None,
         )
-        request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher, **more)
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
@@ -282,11 +292,12 @@ class Engine:
             for name in out.num_scheduled_tokens:
                 start, stop = self._span(out, name)
                 seen = max(0, start + 1 - WINDOW) if self.group[layer] else 0
-                known = list(self.scheduler.requests[name].all_token_ids)[:stop]
+                request = self.scheduler.requests[name]
+                known, version = list(request.all_token_ids)[:stop], self.version(request)
                 rows = self._rows(name, self.group[layer], seen, stop)
                 for part, cache in enumerate(self.parts(self.caches[layer])):
                     flat = cache.flatten(0, 1)
-                    expected = content(known, number, part)[seen:].to(flat.device)
+                    expected = content(known, number, part, version)[seen:].to(flat.device)
                     new_rows = rows[start - seen :].to(flat.device)
                     flat[new_rows] = expected[start - seen :, None, None].expand(
                         -1, *flat.shape[1:]

@@ -19,21 +19,24 @@ from ascend_kv_connector.p2p.leases import BoundedDict
 from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.p2p.params import TransferParams, end_remote_prefill
 from ascend_kv_connector.p2p.prompt_digest import prompt_digest
-from ascend_kv_connector.p2p.protocol import VERSION
+from ascend_kv_connector.p2p.protocol import MAX_NAME, VERSION
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.metadata import Load, Outbox
+from ascend_kv_connector.p2p.scheduler.producer import OTHER_VERSION, too_long
 from ascend_kv_connector.p2p.transfers import Source
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.versions import Versions
 
 
 @dataclass(frozen=True)
 class RemotePrompt:
     """The first ``tokens`` tokens of a request's prompt are loaded from ``source``, or from an
-    instance that the router ``metaserver`` finds."""
+    instance that the router ``metaserver`` finds, if ``version`` is still the request's."""
 
     source: Source | None
     metaserver: str | None
     tokens: int
+    version: str
 
 
 @dataclass
@@ -61,11 +64,13 @@ class ConsumerScheduler:
         options: Options,
         trusted: TrustedAddresses,
         outbox: Outbox,
+        versions: Versions,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``roles``: whether the instance is a producer, and whether it is a consumer."""
         self.ranks: list[tuple[str, int]] = []
-        self._engine, self._groups, self._trusted, self._outbox = engine, groups, trusted, outbox
+        self.engine, self._groups, self._trusted, self._outbox = engine, groups, trusted, outbox
+        self._versions = versions
         is_producer, self._is_consumer = roles
         self._lease, self._clock = options.lease, clock
         # An instance of both roles may wait for blocks that it keeps for others, which wait for
@@ -93,10 +98,12 @@ class ConsumerScheduler:
         if refusal := self._refusal(request, params):
             extension.logger.warning(
                 "request %s: do_remote_prefill %s; its prompt is computed here",
-                request.request_id,
+                printable(request.request_id),
                 refusal,
             )
             end_remote_prefill(request)
+            if refusal == OTHER_VERSION:
+                self._release_unused(params.source)
             return
         source = params.source
         if self._is_released(source):  # With n > 1, or a repeated request.
@@ -106,7 +113,9 @@ class ConsumerScheduler:
         # if that token is not loaded.
         most = request.num_prompt_tokens - self._groups.is_hybrid
         tokens = most if params.remote_num_tokens is None else min(params.remote_num_tokens, most)
-        self._prompts[request.request_id] = RemotePrompt(source, params.metaserver, tokens)
+        self._prompts[request.request_id] = RemotePrompt(
+            source, params.metaserver, tokens, self._versions.key(request)
+        )
         if source is not None:
             lease = self._lease if params.remote_lease is None else params.remote_lease
             seconds, now = max(1.0, lease / 3), self._clock()
@@ -114,10 +123,10 @@ class ConsumerScheduler:
                 source, seconds, now + seconds, now + self._most_waiting
             )
 
-    def remote_tokens(self, name: str) -> int:
+    def remote_tokens(self, request: Any) -> int:
         """Number of prompt tokens to load for a request that has not loaded them."""
-        prompt = self._prompts.get(name)
-        return 0 if prompt is None or self._is_released(prompt.source) else prompt.tokens
+        prompt = self._prompts.get(request.request_id)
+        return 0 if prompt is None or self._is_unusable(request, prompt) else prompt.tokens
 
     def start_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Load a prompt's last ``num_external_tokens`` into blocks that vLLM has allocated; once:
@@ -126,8 +135,10 @@ class ConsumerScheduler:
         prompt = self._prompts.pop(name, None)
         if prompt is None:
             return
-        if self._is_released(prompt.source):
+        if self._is_unusable(request, prompt):
             self._decline(request)
+            if not self._is_released(prompt.source):
+                self._release_unused(prompt.source)
             return
         end_remote_prefill(request)
         if not num_external_tokens:
@@ -157,7 +168,7 @@ class ConsumerScheduler:
                 extension.logger.warning(
                     "request %s: do_remote_prefill waited %g s for blocks, while this instance"
                     " keeps those of others (kv_both); its prompt is computed here",
-                    name,
+                    printable(name),
                     self._most_waiting,
                 )
                 del self._waiting[name], self._prompts[name]
@@ -195,19 +206,28 @@ class ConsumerScheduler:
         if (version := params.remote_protocol) not in (None, VERSION):
             here = f"this instance's is {VERSION}: install the same ascend-kv-connector on both"
             return f"is of protocol {printable(str(version))}, {here}"
+        if len(request.request_id) > MAX_NAME:
+            return too_long(request)
         if self._groups.is_hybrid and params.metaserver is not None:
             return f"has metaserver: {self._groups.no_layerwise}"
         return (
-            params.invalid_source or self._trusted.refusal(params) or _other_prompt(request, params)
+            params.invalid_source
+            or self._trusted.refusal(params)
+            or self._other_prompt(request, params)
         )
 
     def _decline(self, request: Any) -> None:
         extension.logger.debug(
-            "request %s: its source has been released; its prompt is computed here",
-            request.request_id,
+            "request %s: its source has been released, or weights or its adapter were replaced; its"
+            " prompt is computed here",
+            printable(request.request_id),
         )
         end_remote_prefill(request)
         self._waiting.pop(request.request_id, None)
+
+    def _is_unusable(self, request: Any, prompt: RemotePrompt) -> bool:
+        """Whether a prompt that was not declined cannot be loaded any more."""
+        return self._is_released(prompt.source) or prompt.version != self._versions.key(request)
 
     def _is_released(self, source: Source | None) -> bool:
         return source is not None and f"{source.engine} {source.request}" in self._released
@@ -230,26 +250,28 @@ class ConsumerScheduler:
             request_id=external_request_id(request.request_id),
             do_remote_prefill=False,
             do_remote_decode=True,
-            remote_engine_id=self._engine,
+            remote_engine_id=self.engine,
             remote_host=host,
             remote_port=port,
             remote_ranks=tuple(self.ranks),
             remote_reader=request.request_id,
             remote_cached_tokens=start,
             remote_prompt_digest=prompt_digest(request, request.num_prompt_tokens),
+            remote_version=self._versions.key(request) or None,
         )
         return self._trusted.sign(params)
 
-
-def _other_prompt(request: Any, params: TransferParams) -> str:
-    """An error if the parameters' source is another prompt's, for example of the same list of
-    prompts; "" otherwise."""
-    if params.metaserver is not None:
-        return ""
-    tokens = params.remote_num_tokens
-    assert tokens is not None
-    if tokens <= request.num_prompt_tokens and params.remote_prompt_digest == prompt_digest(
-        request, tokens
-    ):
-        return ""
-    return f"is for another prompt, remote_request_id {printable(str(params.remote_request_id))}"
+    def _other_prompt(self, request: Any, params: TransferParams) -> str:
+        """An error if the parameters' source is another prompt's, for example of the same list of
+        prompts, or was computed with other weights or another version of the adapter; ""
+        otherwise."""
+        if params.metaserver is not None:
+            return ""
+        tokens = params.remote_num_tokens
+        assert tokens is not None
+        if tokens > request.num_prompt_tokens or params.remote_prompt_digest != prompt_digest(
+            request, tokens
+        ):
+            return f"is for another prompt, remote_request_id {printable(str(params.remote_request_id))}"
+        is_same = (params.remote_version or "") == self._versions.key(request)
+        return "" if is_same else OTHER_VERSION

@@ -17,11 +17,12 @@ from ascend_kv_connector.p2p.transfers import Source
 @dataclass
 class Endpoint(KVConnectorHandshakeMetadata):
     """Handshake metadata of a worker: ``port`` of its producer, ``consumer_port`` of its consumer;
-    0 if it has none."""
+    0 if it has none. ``engine`` is the instance's name for others."""
 
     host: str
     port: int
     consumer_port: int = 0
+    engine: str = ""
 
 
 @dataclass

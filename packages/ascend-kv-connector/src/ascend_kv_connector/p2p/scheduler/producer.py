@@ -13,15 +13,24 @@ from vllm.v1.request import RequestStatus
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.params import TransferParams
 from ascend_kv_connector.p2p.prompt_digest import prompt_digest
-from ascend_kv_connector.p2p.protocol import VERSION
+from ascend_kv_connector.p2p.protocol import MAX_NAME, VERSION
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.layerwise import LayerwisePrefills
 from ascend_kv_connector.p2p.scheduler.metadata import LayerwisePrefill, Outbox
 from ascend_kv_connector.p2p.states import leave_last_token
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.versions import Versions
 
 COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 """Status of a request whose prompt is computed."""
+
+
+REPLACED = "weights or its adapter were replaced while it was computed"
+
+OTHER_VERSION = (
+    "has other weights or another version of the adapter than this instance: one of the two has"
+    " replaced them while it was running, or loaded other files"
+)
 
 
 class ProducerScheduler:
@@ -35,17 +44,20 @@ class ProducerScheduler:
         options: Options,
         trusted: TrustedAddresses,
         outbox: Outbox,
+        versions: Versions,
         tp_size: int = 1,
     ) -> None:
         self.ranks: list[tuple[str, int]] = []
-        self._engine, self._groups, self._is_producer = engine, groups, is_producer
+        self.engine, self._groups, self._is_producer = engine, groups, is_producer
         self._lease, self._trusted, self._outbox = options.lease, trusted, outbox
-        self._tp_size = tp_size
+        self._versions, self._tp_size = versions, tp_size
         # The number of tokens, and the step that computed the last ones.
         self._prompts: dict[str, tuple[int, int]] = {}
         # With states: prompts whose last token is left to the consumer.
         self._shortened: set[str] = set()
         self._layerwise = LayerwisePrefills()
+        # Requests of these prefills, and the versions that their consumers have.
+        self._requests: dict[str, tuple[Any, str]] = {}
         self._steps = 0
 
     def add(self, request: Any, params: TransferParams) -> None:
@@ -67,6 +79,7 @@ class ProducerScheduler:
             and (prefill := self._waiting_reader(request, params))
         ):
             self._layerwise[name] = prefill
+            self._requests[name] = request, self._versions.key(request)
 
     def update(self, scheduled: Any) -> None:
         """Record which prompts for consumers a step computes."""
@@ -81,11 +94,19 @@ class ProducerScheduler:
                 if computed[name] < total:
                     self._prompts[name] = total, self._steps
                     metadata.step = self._steps
+        for name, (request, version) in list(self._requests.items()):
+            if version != self._versions.key(request) or not self._versions.is_current(request):
+                prefill = self._layerwise.pop(name)
+                metadata.revoked[name] = REPLACED
+                if not prefill.announced:
+                    metadata.cancelled.append((prefill, REPLACED))
+                del self._requests[name]
         self._layerwise.record(scheduled, metadata)
 
     def forget(self, name: str) -> int:
         """A request has ended; the step that computed its last tokens, 0 if none did."""
         self._shortened.discard(name)
+        self._requests.pop(name, None)
         return self._prompts.pop(name, (0, 0))[1]
 
     def finish(
@@ -96,14 +117,24 @@ class ProducerScheduler:
         shortened, step = name in self._shortened, self.forget(name)
         prefill = self._layerwise.pop(name, None)
         if not (params.do_remote_decode and request.status in COMPLETE and blocks):
-            self._cancel(request, params, prefill)
+            reason = f"the request ended before its prefill ({request.status.name})"
+            self._cancel(request, params, prefill, reason)
+            return None
+        if not self._versions.is_current(request):
+            extension.logger.info(
+                "request %s: %s; its blocks are not kept", printable(name), REPLACED
+            )
+            self._cancel(request, params, prefill, REPLACED)
             return None
         if not self._is_producer:
             extension.logger.warning(
                 "request %s: do_remote_decode needs kv_role kv_producer or kv_both; its blocks are"
                 " not kept",
-                name,
+                printable(name),
             )
+            return None
+        if len(name) > MAX_NAME:
+            self._warn(request, too_long(request))
             return None
         if self._groups.is_hybrid and (waited := self._waiting_reader(request, params)):
             metadata.cancelled.append((waited, self._groups.no_layerwise))
@@ -115,10 +146,9 @@ class ProducerScheduler:
         return self._source_params(request, blocks, tokens)
 
     def _cancel(
-        self, request: Any, params: TransferParams, prefill: LayerwisePrefill | None
+        self, request: Any, params: TransferParams, prefill: LayerwisePrefill | None, reason: str
     ) -> None:
         """Tell a waiting consumer that a prompt will not be computed."""
-        reason = f"the request ended before its prefill ({request.status.name})"
         if prefill is not None:
             self._outbox.metadata.revoked[request.request_id] = reason
         waited = prefill or self._waiting_reader(request, params)
@@ -130,13 +160,14 @@ class ProducerScheduler:
         params = TransferParams(
             do_remote_prefill=True,
             do_remote_decode=False,
-            remote_engine_id=self._engine,
+            remote_engine_id=self.engine,
             remote_request_id=request.request_id,
             remote_host=host,
             remote_port=port,
             remote_ranks=tuple(self.ranks),
             remote_num_tokens=tokens,
             remote_prompt_digest=prompt_digest(request, tokens),
+            remote_version=self._versions.key(request) or None,
             remote_lease=self._lease,
             # NIXL's keys, for routers that read them.
             remote_block_ids=[list(table) for table in self._groups.split(blocks)],
@@ -152,19 +183,35 @@ class ProducerScheduler:
             reader is None and not params.invalid_reader
         ):
             return None
-        tokens = request.num_prompt_tokens
-        wrong = params.invalid_reader
+        tokens, wrong = request.num_prompt_tokens, params.invalid_reader
         if not wrong and params.remote_prompt_digest != prompt_digest(request, tokens):
             wrong = f"is for another prompt, of remote_reader {printable(str(reader))}"
         if wrong := wrong or self._trusted.ranks_refusal(params):
-            extension.logger.warning(
-                "request %s: do_remote_decode %s; its blocks are not sent",
-                request.request_id,
-                wrong,
-            )
+            self._warn(request, wrong)
             return None
         assert reader is not None
-        return LayerwisePrefill(reader, params.remote_ranks or (), tokens)
+        prefill = LayerwisePrefill(reader, params.remote_ranks or (), tokens)
+        if len(request.request_id) > MAX_NAME:
+            wrong = too_long(request)
+        elif (params.remote_version or "") != self._versions.key(request):
+            wrong = OTHER_VERSION
+        else:
+            return prefill
+        self._warn(request, wrong)
+        self._outbox.metadata.cancelled.append((prefill, f"its request {wrong}"))
+        return None
+
+    def _warn(self, request: Any, wrong: str) -> None:
+        extension.logger.warning(
+            "request %s: do_remote_decode %s; its blocks are not sent",
+            printable(request.request_id),
+            wrong,
+        )
+
+
+def too_long(request: Any) -> str:
+    """Refusal of a request whose id no message can have."""
+    return f"has a request id of {len(request.request_id)} characters; the most is {MAX_NAME}"
 
 
 def computed_tokens(request: Any) -> int:

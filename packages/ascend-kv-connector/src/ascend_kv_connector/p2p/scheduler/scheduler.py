@@ -16,6 +16,7 @@ from ascend_kv_connector.p2p.scheduler.consumer import ConsumerScheduler
 from ascend_kv_connector.p2p.scheduler.metadata import Endpoint, Outbox, P2PMetadata
 from ascend_kv_connector.p2p.scheduler.producer import ProducerScheduler, computed_tokens
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.versions import Versions
 
 
 class P2PScheduler:
@@ -38,13 +39,22 @@ class P2PScheduler:
         trusted: TrustedAddresses | None = None,
         tp_size: int = 1,
         clock: Callable[[], float] = monotonic,
+        versions: Versions | None = None,
     ) -> None:
         trusted, self._outbox, self._groups = trusted or TrustedAddresses(), Outbox(), groups
+        self._versions = versions = versions or Versions()
         self.producer = ProducerScheduler(
-            engine, groups, is_producer, options, trusted, self._outbox, tp_size
+            engine, groups, is_producer, options, trusted, self._outbox, versions, tp_size
         )
         self.consumer = ConsumerScheduler(
-            engine, groups, (is_producer, is_consumer), options, trusted, self._outbox, clock
+            engine,
+            groups,
+            (is_producer, is_consumer),
+            options,
+            trusted,
+            self._outbox,
+            versions,
+            clock,
         )
         self._params: dict[str, TransferParams] = {}
 
@@ -53,10 +63,13 @@ class P2PScheduler:
         ordered = [endpoints[rank] for rank in sorted(endpoints)]
         self.producer.ranks = [(each.host, each.port) for each in ordered]
         self.consumer.ranks = [(each.host, each.consumer_port) for each in ordered]
+        if engine := ordered[0].engine:
+            self.producer.engine = self.consumer.engine = engine
 
     def on_new_request(self, request: Any) -> None:
         params = TransferParams.parse(request.kv_transfer_params)
         self._params[request.request_id] = params
+        self._versions.on_new_request(request)
         self.producer.add(request, params)
         self.consumer.add(request, params)
 
@@ -64,7 +77,7 @@ class P2PScheduler:
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         self._params_of(request)
-        tokens = self.consumer.remote_tokens(request.request_id) - num_computed_tokens
+        tokens = self.consumer.remote_tokens(request) - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
