@@ -14,7 +14,7 @@ from typing import Any
 from ascend_kv_connector.testing import one_rank
 
 from harness import checkout, npus, quantized
-from harness.kv import in_tree, request_faults, store_checks, throughput
+from harness.kv import identity_checks, in_tree, request_faults, store_checks, throughput
 from harness.kv.instances import Instance
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.store_engines import Suite
@@ -301,7 +301,7 @@ def requests(count: int, restarts: int, seed: int) -> list[str]:
     return [f"requests under faults: {what}: {each}" for what, each in found.items() if each]
 
 
-PARTS = ("engines", "faults", "requests", "throughput", "store", "connectors")
+PARTS = ("engines", "faults", "requests", "throughput", "store", "identity", "connectors")
 
 
 def main() -> None:
@@ -315,7 +315,7 @@ def main() -> None:
         nargs="*",
         help=(
             f"of engines: {', '.join(SHAPES)}; of store: see harness/kv/store_checks.py; of"
-            " connectors: names"
+            f" identity: {', '.join(identity_checks.MEDIA)}; of connectors: names"
         ),
     )
     parser.add_argument(
@@ -344,6 +344,8 @@ def main() -> None:
             wrong += store_checks.engines(given.shapes, given.requests or 60)
         if given.shapes in ([], ["faults"]):
             wrong += store_checks.faults(given.requests or 500)
+    if given.part in (None, "identity"):
+        wrong += identity_checks.check(given.shapes)
     for line in wrong:
         print("WRONG", line)
     raise SystemExit(bool(wrong))

@@ -84,8 +84,10 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
     aborted.
 
     A request is aborted after `abort after` steps; log-probabilities are returned with `logprobs`.
+    It may have a `salt`, and an `adapter` (name, number, directory).
     """
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     engine = llm.llm_engine
     for item in items:
@@ -97,7 +99,11 @@ def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
             logprobs=2 if item.get("logprobs") else None,
             extra_args={"kv_transfer_params": item["params"]} if item.get("params") else None,
         )
-        engine.add_request(item["name"], {"prompt_token_ids": item["prompt"]}, sampling)
+        prompt = {"prompt_token_ids": item["prompt"]}
+        if salt := item.get("salt"):
+            prompt["cache_salt"] = salt
+        adapter = LoRARequest(*item["adapter"]) if item.get("adapter") else None
+        engine.add_request(item["name"], prompt, sampling, lora_request=adapter)
     ended, steps = {}, 0
     while engine.has_unfinished_requests():
         steps += 1
