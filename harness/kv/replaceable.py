@@ -33,6 +33,7 @@ class Replaceable:
         self.engine, self.weights = engine, weights
         self.adapters: dict[int, int] = {}
         engine.version = self.version
+        engine.config.__post_init__()  # as EngineCoreProc does when it has started
         self.core: Any = SimpleNamespace(
             vllm_config=engine.config,
             model_executor=SimpleNamespace(collective_rpc=self._call, add_lora=self._load),

@@ -58,6 +58,7 @@ def instance(
         "chunks": serve_kv_store.chunks,
     }
     options = {"disable_log_stats": False, "max_num_seqs": 4, "enforce_eager": True}
+    options["enable_prefix_caching"] = transfer is not None
     kv_engine.serve(pipe, given["model"], devices, transfer, options | given["engine"], answers)
 
 
@@ -122,8 +123,10 @@ class Check:
         }
 
     def references(self) -> dict[str, Any]:
-        """Tokens of engines without a connector, by what they are computed with."""
+        """Tokens of engines without a connector, by what they are computed with. vLLM's own prefix
+        cache would keep those of earlier weights and adapters."""
         right = {}
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         one = self.start(self.base, None)
         right["base"], right["base 9"] = one.answer(5)[0], one.answer(9)[0]
         right["adapter"] = one.answer(5, **self.adapter)[0]
@@ -185,9 +188,9 @@ class Check:
         other = self.start(self.base, self.transfer)
         answer = other.answer(9)  # which only the other weights have computed
         self.note("weights in place", "restart", answer, "base 9")
-        renamed = other.answer(5, adapter=self.renamed())
+        renamed = other.answer(5, adapter=self.renamed("third"))
         self.note("adapter's name", "restart", renamed, "adapter")
-        self.note("salt", "restart", other.answer(5, salt="b"), "base")
+        self.note("salt", "restart", other.answer(5, salt="c"), "base")
         other.close()
         running.close()
         for name, given in self.case["others"].items():
@@ -261,9 +264,9 @@ class Check:
         for each in self.made:
             each.close()
 
-    def renamed(self) -> tuple[Any, ...]:
+    def renamed(self, name: str = "other") -> tuple[Any, ...]:
         _, number, path = self.base["adapter"]
-        return "other", number + 1, path
+        return name, number + 1, path
 
 
 DECODE = {"do_remote_decode": True}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from ascend_kv_connector.p2p import protocol
 from ascend_model_loader import wire
-from ascend_platform.transfer import hccl, messages
+from ascend_platform.transfer import hccl_sender, messages
 
 
 def subclasses(base: type) -> Iterator[type]:
@@ -29,5 +29,5 @@ def test_names_on_the_wire_are_those_of_the_code(message: type) -> None:
 
 def test_every_protocol_is_checked() -> None:
     modules = {each.__module__ for each in subclasses(messages.Message)}
-    assert {protocol.__name__, hccl.__name__, messages.__name__} <= modules
+    assert {protocol.__name__, hccl_sender.__name__, messages.__name__} <= modules
     assert len([*subclasses(wire.Message)]) > 5

@@ -250,6 +250,26 @@ def test_adapter_without_files_is_shared_with_none(make: Callable[..., Replaceab
     assert serve(one, X, lora_request=tensors(1)) == 0
 
 
+def test_adapter_that_is_downloaded_by_its_first_request(
+    make: Callable[..., Replaceable], tmp_path: Path
+) -> None:
+    one, path = make(), str(tmp_path / "sql")
+    engine, load = one.engine, one._load
+
+    def download(lora: LoRARequest) -> bool:
+        write_adapter(tmp_path / "sql", 1)
+        return load(lora)
+
+    one._load = download  # type: ignore[method-assign]
+    engine.add("first", X, 3, lora_request=sql(path))
+    engine.run()
+    one._load = load  # type: ignore[method-assign]
+    settle(engine)
+    assert serve(one, X, lora_request=sql(path)) == 0  # of the files, which are known now
+    assert serve(one, X, lora_request=sql(path)) == WHOLE
+    assert serve(make(), X, lora_request=sql(path)) == WHOLE
+
+
 def test_cache_salts_share_nothing(make: Callable[..., Replaceable]) -> None:
     one, other = make(), make()
     serve(one, X, cache_salt="a")

@@ -125,7 +125,7 @@ class Versions:
             return None
         files = _files(lora_request.lora_path)
         known = self._adapters.get(lora_request.lora_int_id)
-        if known is None or (lora_request.load_inplace and (known.files != files or not files)):
+        if known is None or _is_loaded_again(known, files, lora_request.load_inplace):
             known = self._note(lora_request, files)
         if (known.path, known.files) == (lora_request.lora_path, files):
             return known
@@ -186,6 +186,13 @@ def _hash_with(salt: str, hasher: Callable[[Any], Any], request: Any) -> Any:
         request.cache_salt = own
 
 
+def _is_loaded_again(known: Adapter, files: Files, in_place: bool) -> bool:
+    """Whether the workers load an adapter for a request, or have downloaded it since."""
+    if not known.files:
+        return in_place or bool(files)
+    return in_place and known.files != files
+
+
 def _files(path: str) -> Files:
     try:
         return adapter_files(path)
@@ -200,16 +207,13 @@ def _fingerprint(path: str) -> str:
         return ""
 
 
-_of_engines: weakref.WeakValueDictionary[str, Versions] = weakref.WeakValueDictionary()
-
-
 def of_engine(vllm_config: Any) -> Versions:
     """Versions of the engine with this VllmConfig or a copy; the caller keeps them.
 
     Raises:
         RefusedError: vLLM's engine core is not one that is supported.
     """
-    if (versions := _of_engines.get(vllm_config.instance_id)) is None:
-        versions = _of_engines[vllm_config.instance_id] = Versions()
-        replacements.listen(vllm_config, versions)
+    known = (each for each in replacements.listeners(vllm_config) if isinstance(each, Versions))
+    if (versions := next(known, None)) is None:
+        replacements.listen(vllm_config, versions := Versions())
     return versions

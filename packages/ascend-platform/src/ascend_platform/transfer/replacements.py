@@ -62,8 +62,10 @@ class Listener(Protocol):
         """An adapter is about to be loaded; the result is called when that has ended."""
 
 
-_listeners: dict[str, weakref.WeakSet[Any]] = {}
-"""Listeners in this process by ``instance_id`` of the engine's VllmConfig, which its copies share."""
+_engines: dict[int, tuple[Any, weakref.WeakSet[Any]]] = {}
+"""CacheConfig and listeners of each engine in this process, by the CacheConfig's id: copies of a
+VllmConfig share it, and vLLM does not replace it. ``instance_id`` changes when an engine core has
+started (``vllm/v1/engine/core.py``, ``_perform_handshakes``)."""
 
 
 def listen(vllm_config: Any, listener: Listener) -> None:
@@ -79,18 +81,25 @@ def listen(vllm_config: Any, listener: Listener) -> None:
     from ascend_platform.overrides import guard
 
     guard.install("common", "process.engine_core")
-    _listeners.setdefault(vllm_config.instance_id, weakref.WeakSet()).add(listener)
+    cache_config = vllm_config.cache_config
+    _engines.setdefault(id(cache_config), (cache_config, weakref.WeakSet()))[1].add(listener)
+
+
+def listeners(vllm_config: Any) -> list[Any]:
+    """Listeners of the engine of this configuration or a copy."""
+    _, found = _engines.get(id(vllm_config.cache_config), (None, ()))
+    return list(found)
 
 
 def note_weights(vllm_config: Any) -> None:
     """Weights of the engine of this configuration are being replaced, or may have been."""
-    for listener in list(_listeners.get(vllm_config.instance_id, ())):
+    for listener in listeners(vllm_config):
         listener.weights_replaced()
 
 
 def note_adapter(vllm_config: Any, lora_request: Any) -> ExitStack:
     """Context in which an adapter is loaded."""
     context = ExitStack()
-    for listener in list(_listeners.get(vllm_config.instance_id, ())):
+    for listener in listeners(vllm_config):
         context.callback(listener.loading_adapter(lora_request))
     return context

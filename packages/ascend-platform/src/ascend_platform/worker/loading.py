@@ -127,13 +127,15 @@ class ModelMixin:
         """Report weights that a trainer loads into a model of an engine that serves, and compute
         again what layers keep of them."""
         config, dtype = self.vllm_config, self.model_config.dtype
-        keeps, load = self._keeps_weights(), type(model).load_weights
+        keeps, load = self._keeps_weights(), getattr(type(model), "load_weights", None)
+        if load is None:
+            return
         # Without a cycle of references, so that the model is freed with its engine.
         loaded_into = weakref.ref(model)
 
-        def load_weights(weights: Any) -> Any:
+        def load_weights(*arguments: Any, **named: Any) -> Any:
             replacements.note_weights(config)
-            loaded = load(loaded_into(), weights)
+            loaded = load(loaded_into(), *arguments, **named)
             if keeps:
                 renew_kept_weights(loaded_into(), dtype)
             return loaded
