@@ -46,9 +46,8 @@ def instance(
     engine: dict[str, Any],
 ) -> None:
     """Serve batches from the pipe until "stop"."""
-    kv_engine.serve(
-        pipe, model, devices, transfer, {"disable_log_stats": False} | engine, {"chunks": chunks}
-    )
+    answers = {"chunks": chunks, "reload": lambda llm: llm.collective_rpc("reload_weights")}
+    kv_engine.serve(pipe, model, devices, transfer, {"disable_log_stats": False} | engine, answers)
 
 
 def chunks(llm: Any) -> dict[str, int]:
@@ -163,6 +162,8 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
     first, second = case.get("devices", ["0", "1"])
     count, seed, phases = case["requests"], case.get("seed", 0), {}
     phases["restart"] = requests("restart", count, seed)
+    if case.get("reload"):
+        phases["weights reloaded"] = requests("reloaded", count, seed)
     for place, name in enumerate(case.get("harms", ())):
         phases[name] = requests(name, count, seed + 10 * (place + 1))
     everything = [item for items in phases.values() for item in items]
@@ -194,6 +195,8 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
         two.ready()
         before: dict[str, int] = {}
         for name, items in phases.items():
+            if name == "weights reloaded":
+                two.ask("reload")
             began = time.monotonic()
             harm = (
                 threading.Timer(case.get("after", 0.0), HARMS[name], (pool, disk))
