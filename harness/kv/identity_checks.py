@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KV cache of something that has changed: ten things, one at a time, in each medium that keeps or
-hands over KV cache, on engines; the table of docs/kv-identity.md."""
+hands over KV cache, on engines; see docs/kv-identity.md."""
 
 from __future__ import annotations
 
