@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCore
 
 
 def write_adapter(directory: Path, contents: int) -> str:
-    """Files of an adapter in place of those that are there; its path."""
+    """Files of an adapter instead of those that are there; its path."""
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps({"r": 8}))
     (directory / "adapter_model.safetensors").write_bytes(bytes([contents]) * 4096)
@@ -33,7 +33,7 @@ class Replaceable:
         self.engine, self.weights = engine, weights
         self.adapters: dict[int, int] = {}
         engine.version = self.version
-        engine.config.__post_init__()  # as EngineCoreProc does when it has started
+        engine.config.__post_init__()  # As EngineCoreProc does when it has started.
         self.core: Any = SimpleNamespace(
             vllm_config=engine.config,
             model_executor=SimpleNamespace(collective_rpc=self._call, add_lora=self._load),
@@ -52,7 +52,7 @@ class Replaceable:
         EngineCore.collective_rpc(self.core, method, args=(weights,))
 
     def load(self, lora: LoRARequest) -> None:
-        """As vLLM's API does for ``/v1/load_lora_adapter``."""
+        """Load an adapter, as the API of vLLM does for ``/v1/load_lora_adapter``."""
         EngineCore.add_lora(self.core, lora)
 
     def forget(self, number: int) -> None:

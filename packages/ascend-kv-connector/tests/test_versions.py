@@ -79,7 +79,7 @@ def sql(path: str, **more: Any) -> LoRARequest:
 def test_pool_has_no_kv_cache_of_replaced_weights(
     make: Callable[..., Replaceable], method: Any, reset: bool
 ) -> None:
-    """vLLM's own reset leaves connectors alone by default."""
+    """vLLM's own reset does not reset connectors by default."""
     trained, other = make(), make()
     assert serve(trained, X) == 0
     trained.replace(method)
@@ -361,7 +361,7 @@ def test_weights_replaced_in_either_instance_are_not_mixed(
     assert one.engine.held == 0
 
 
-def test_prompt_of_before_is_read_by_an_instance_with_its_weights(
+def test_earlier_prompt_is_read_with_the_weights_of_its_time(
     pair: Callable[..., tuple[Replaceable, Replaceable]],
 ) -> None:
     one, other = pair()

@@ -39,7 +39,7 @@ class Adapter:
 
 @dataclass
 class Computed:
-    """What a request's KV cache is computed with. ``hasher`` is vLLM's for its blocks. ``stale``:
+    """Versions that a request's KV cache is computed with. ``hasher`` is vLLM's for its blocks. ``stale``:
     a part of it was computed with what has been replaced since."""
 
     weights: str
