@@ -173,7 +173,7 @@ class Check:
             self.note("weights in place", "running", running.answer(5), "weights in place")
             running.close()
             return
-        other = self.start(self.base, self.transfer)  # its adapter is the second one
+        other = self.start(self.base, self.transfer)  # Its adapter is the second one.
         self.note("nothing", "restart", other.answer(5), "base")
         self.note(
             "adapter's contents", "restart", other.answer(5, **self.adapter), "adapter's contents"
@@ -186,7 +186,7 @@ class Check:
         running.answer(9)
         running.stored(1.0)
         other = self.start(self.base, self.transfer)
-        answer = other.answer(9)  # which only the other weights have computed
+        answer = other.answer(9)  # Which only the other weights have computed.
         self.note("weights in place", "restart", answer, "base 9")
         renamed = other.answer(5, adapter=self.renamed("third"))
         self.note("adapter's name", "restart", renamed, "adapter")
@@ -194,7 +194,7 @@ class Check:
         other.close()
         running.close()
         for name, given in self.case["others"].items():
-            if before := given.get("beside"):  # an engine that differs in this one thing
+            if before := given.get("beside"):  # An engine that differs in this one thing.
                 other = self.start(self.case["others"][before], self.transfer)
                 other.answer(5)
                 other.stored(1.0)
@@ -234,7 +234,7 @@ class Check:
         decode.ask("negate")
         self.note("weights in place", "running", decode.answer(5, **given), "weights in place")
         decode.close()
-        given = params(one, **self.adapter)  # of the first contents, as far as loaded
+        given = params(one, **self.adapter)  # Of the first contents, as far as loaded.
         decode = self.start(self.base, role("kv_consumer"), "1")
         answer = decode.answer(5, **self.adapter, **given)
         self.note("adapter's contents", "restart", answer, "adapter's contents")

@@ -130,7 +130,7 @@ def test_kept_requests_are_not_stored(make: Callable[..., Replaceable]) -> None:
     engine.add("kept", X, 3 * BLOCK)
     engine.add("waiting", Y, 3)
     while not engine.tables:
-        engine.step()  # 64 tokens a step: the second request has not started
+        engine.step()  # 64 tokens a step: the second request has not started.
     assert "waiting" not in engine.tables
     trained.replace()
     engine.run()
@@ -214,9 +214,9 @@ def test_files_that_change_under_a_loaded_adapter(
     one = make()
     one.load(sql(path))
     write_adapter(tmp_path / "sql", 2)
-    assert serve(one, X, lora_request=sql(path)) == 0  # of the first ones
+    assert serve(one, X, lora_request=sql(path)) == 0  # Of the first ones.
     one.forget(1)
-    assert serve(one, X, lora_request=sql(path)) == 0  # of the second ones
+    assert serve(one, X, lora_request=sql(path)) == 0  # Of the second ones.
     assert serve(make(), X, lora_request=sql(path)) == 0
 
 
@@ -226,7 +226,7 @@ def test_files_that_change_while_a_request_runs(
     path = write_adapter(tmp_path / "sql", 1)
     one = make()
     one.engine.add("r", X, 3, lora_request=sql(path))
-    write_adapter(tmp_path / "sql", 2)  # loaded in the first step
+    write_adapter(tmp_path / "sql", 2)  # Loaded in the first step.
     one.engine.run()
     settle(one.engine)
     write_adapter(tmp_path / "sql", 1)
@@ -265,7 +265,7 @@ def test_adapter_that_is_downloaded_by_its_first_request(
     engine.run()
     one._load = load  # type: ignore[method-assign]
     settle(engine)
-    assert serve(one, X, lora_request=sql(path)) == 0  # of the files, which are known now
+    assert serve(one, X, lora_request=sql(path)) == 0  # Of the files, which are known now.
     assert serve(one, X, lora_request=sql(path)) == WHOLE
     assert serve(make(), X, lora_request=sql(path)) == WHOLE
 
@@ -355,7 +355,7 @@ def test_weights_replaced_in_either_instance_are_not_mixed(
     assert (other.engine.wrong, other.engine.loaded["waits"]) == ([], 0)
     assert read(one, other, Y, kept) == 0
     assert hand_over(one, other, X) == 0
-    one.replace()  # the same weights, which neither of the two knows
+    one.replace()  # The same weights, which neither of the two knows.
     assert hand_over(one, other, [1, *X]) == 0
     one.engine.run()
     assert one.engine.held == 0
@@ -372,7 +372,7 @@ def test_earlier_prompt_is_read_with_the_weights_of_its_time(
     assert read(one, other, X, params) >= WHOLE
     while one.engine.scheduler.has_unfinished_requests():
         one.engine.step()
-    assert one.engine.ended["running"][2] is None  # of both weights
+    assert one.engine.ended["running"][2] is None  # Of both weights.
     one.engine.wrong.clear()
     assert hand_over(one, other, Z) == 0
 
@@ -413,7 +413,7 @@ def test_waiting_instance_is_told_of_other_weights(
     one.engine.add("p", X, 1, asked[0])
     began = monotonic()
     other.engine.run(lambda step: one.engine.step())
-    assert other.engine.ended["d"][0] == "error"  # vLLM's kv_load_failure_policy
+    assert other.engine.ended["d"][0] == "error"  # VLLM's kv_load_failure_policy.
     assert monotonic() - began < 10
 
 
@@ -427,7 +427,7 @@ def test_instances_with_one_engine_id_are_told_apart(
     more = {"kv_role": "kv_consumer", "kv_connector_extra_config": options, "engine_id": "0"}
     second = make(P2P | more)
     params = prefill(one, X)
-    one.engine.step()  # with the lease
+    one.engine.step()  # With the lease.
     leases = one.engine.worker._worker._producer.leases
     for other in (first, second):
         other.engine.add("d", X, 3, dict(params))
