@@ -413,7 +413,7 @@ def test_waiting_instance_is_told_of_other_weights(
     one.engine.add("p", X, 1, asked[0])
     began = monotonic()
     other.engine.run(lambda step: one.engine.step())
-    assert other.engine.ended["d"][0] == "error"  # VLLM's kv_load_failure_policy.
+    assert other.engine.ended["d"][0] == "error"  # By vLLM's kv_load_failure_policy.
     assert monotonic() - began < 10
 
 
