@@ -24,9 +24,11 @@ time.sleep(120)
 """
 
 PARENT = """
-import multiprocessing, os, time
+import logging, multiprocessing, os, sys, time
 from multiprocessing import connection
 from ascend_platform.process import watchdog
+
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 
 class WatchesWhenUnpickled:  # as an argument whose module activates the platform
     def __reduce__(self):
@@ -64,7 +66,9 @@ def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
     engine, early, late, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
     parent.kill()
     try:
-        assert f"the parent process {parent.pid} has exited" in parent.stdout.readline()
+        # Not an error: the parent may have ended as it should.
+        line = f"INFO the parent process {parent.pid} has exited; terminating\n"
+        assert line in iter(parent.stdout.readline, "")
         assert (
             psutil.wait_procs([engine, early, late], timeout=10)[1] == []
         )  # Early, late: before its parent is known, after its exit.

@@ -44,7 +44,10 @@ def _watch_parent() -> None:
     sentinels = [parent.sentinel]
     while os.getppid() == parent.pid and not multiprocessing.connection.wait(sentinels, timeout=1):
         pass
-    _terminate("the parent process %d has exited; terminating", parent.pid)
+    # The parent may have ended as it should: Ray ends an actor without its engine's shutdown. vLLM's
+    # workers say at this level that their parent has exited.
+    logger.info("the parent process %d has exited; terminating", parent.pid)
+    _terminate()
 
 
 def exit_when_rank_0_exits() -> None:
@@ -76,11 +79,11 @@ def _watch_rank_0(connection: socket.socket) -> None:
         while connection.recv(1):
             pass
     lost = "lost the connection to rank 0 (%s port %d): its process or machine is down; terminating"
-    _terminate(lost, host, port)
+    logger.error(lost, host, port)
+    _terminate()
 
 
-def _terminate(line: str, *arguments: object) -> None:
-    logger.error(line, *arguments)
+def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SIGTERM_GRACE)
     os._exit(1)
