@@ -150,11 +150,6 @@ def sanitizer_libraries() -> list[str]:
     if not chosen:
         return []
     names = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
-    unknown = [name for name in chosen.split(",") if name not in names]
-    if unknown:
-        raise BuildError(
-            f"ASCEND_EMULATOR_SANITIZE: unknown {', '.join(unknown)}; supported: {', '.join(names)}"
-        )
     compiler, _ = _compiler()
 
     def path(library: str) -> str:
@@ -499,5 +494,12 @@ def _build(
         # a wheel has no empty directories
         (target / name / "version.info").write_text(f"Version={CANN_VERSION}\n")
     (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")
+    # Where verl (utils/device.py) and CANN's documentation look for the toolkit's version.
+    toolkit = target / f"{os.uname().machine}-linux" / "ascend_toolkit_install.info"
+    toolkit.parent.mkdir(exist_ok=True)
+    toolkit.write_text(
+        f"package_name=Ascend-cann-toolkit\nversion={CANN_VERSION}\narch={os.uname().machine}\n"
+        "os=linux\n"
+    )
     cached.protect(target)
     (target / "complete").touch(mode=0o644)

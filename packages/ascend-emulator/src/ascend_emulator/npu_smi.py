@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Program ``npu-smi`` of ``ascend-emulator run``: ``info``, ``info -l``, ``info -m`` and ``info -t
-board|memory|usages``.
+"""Program ``npu-smi`` of ``ascend-emulator run``: ``info``, ``info -l``, ``info -m`` and ``info -t``
+with the topics that public projects ask for.
 
-The layout is that of npu-smi 25 for one chip per NPU. Usages and processes are not known across
-processes, and are 0. It runs with any ``python3`` on PATH, and so imports nothing of this package.
+The layout is that of npu-smi 25 for one chip per NPU. Usages, temperatures and processes are not
+known, and are 0. It runs with any ``python3`` on PATH, and so imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from __future__ import annotations
 import os
 import sys
 
-VERSION = "25.2.0"
-TOPICS = ("board", "memory", "usages")
+# Of the driver, where --driver does not say which: one that goes with CANN 9.1, and whose graphs hold
+# streams, as those of the library do then.
+VERSION = os.environ.get("ASCEND_EMULATOR_DRIVER") or "25.5.0"
+TOPICS = (
+    *("board", "common", "health", "memory", "power", "proc-mem", "product", "temp", "topo"),
+    "usages",
+)
 WIDE, THREE = "+" + "-" * 96 + "+", "+" + "+".join("-" * width for width in (27, 15, 52)) + "+"
 
 
@@ -67,6 +72,29 @@ def mapping(npus: int, name: str) -> str:
     return "\n".join("\t" + "".join(cell.ljust(31) for cell in row).rstrip() for row in rows)
 
 
+def topology(npus: int, soc: str) -> str:
+    """``npu-smi info -t topo``: the links between NPUs, and the CPUs, which are all near."""
+    link = "HCCS" if soc.startswith(("Ascend910B", "Ascend910_93")) else "SYS"
+    cpus = sorted(os.sched_getaffinity(0))
+    ranges, first = [], cpus[0]
+    for cpu, after in zip(cpus, [*cpus[1:], -1]):  # noqa: B905
+        if after != cpu + 1:
+            ranges.append(str(cpu) if cpu == first else f"{first}-{cpu}")
+            first = after
+    names = [f"NPU{npu}" for npu in range(npus)]
+    rows = [["", *names, "CPU Affinity"]]
+    for name in names:
+        rows.append([name, *("X" if other == name else link for other in names), ",".join(ranges)])
+    lines = ["".join(cell.ljust(11) for cell in row).rstrip() for row in rows]
+    legend = (
+        "Legend:",
+        "  X    = Self",
+        "  SYS  = Path traversing PCIe and the interconnect between NUMA nodes",
+        "  HCCS = Connection traversing HCCS",
+    )
+    return "\n".join([*lines, "", *legend])
+
+
 def topic(what: str, npu: int, name: str, memory: int) -> str:
     """``npu-smi info -t WHAT -i NPU``."""
     head: list[tuple[str, object]] = [("NPU ID", npu)]
@@ -75,9 +103,30 @@ def topic(what: str, npu: int, name: str, memory: int) -> str:
             ("Product Name", "emulated"),
             ("Manufacturer", "ascend-emulator"),
             ("Software Version", VERSION),
+            ("Firmware Version", VERSION),
+            ("Compatibility", "OK"),
+            ("PCIe Bus Info", f"0000:{npu + 1:02X}:00.0"),
             ("Chip Name", name),
         ]
         return _rows([*head, *rows, ("Chip Count", 1)])
+    rates = [(f"{unit} Usage Rate(%)", 0) for unit in ("Memory", "HBM", "Aicore")]
+    temperature, power = ("Temperature(C)", 0), ("NPU Real-time Power(W)", "0.0")
+    chip: dict[str, list[tuple[str, object]]] = {
+        "common": [("Chip ID", 0), *rates, temperature, power],
+        "health": [
+            ("Health Status", "OK"),
+            ("Error Code", "NA"),
+            ("Error Information", "NA"),
+            ("Chip ID", 0),
+        ],
+        "power": [power, ("Chip ID", 0)],
+        "temp": [("NPU Temperature (C)", 0), ("Chip ID", 0)],
+        "product": [("Product Name", "emulated"), ("Product Type", name), ("Chip ID", 0)],
+    }
+    if what == "proc-mem":
+        return f"{_rows([*head, ('Chip Count', 1)])}\n\n\tNo process in device.\n{_rows([('Chip ID', 0)])}"
+    if what in chip:
+        return _rows([*head, ("Chip Count", 1)]) + "\n\n" + _rows(chip[what])
     rows = [("DDR Capacity(MB)", "0"), ("HBM Capacity(MB)", str(memory))]
     if what == "usages":
         units = ("DDR", "HBM", "Aicore", "Aivector", "Aicpu", "Ctrlcpu")
@@ -107,7 +156,7 @@ def main(arguments: list[str]) -> int:
         print(mapping(npus, name))
     else:
         flags = dict(zip(arguments[1::2], arguments[2::2]))  # noqa: B905
-        npu = flags.get("-i", "0")
+        npu, chip = flags.get("-i", "0"), flags.get("-c", "0")
         if (
             arguments[:1] != ["info"]
             or flags.keys() - {"-t", "-i", "-c"}
@@ -119,8 +168,18 @@ def main(arguments: list[str]) -> int:
                 file=sys.stderr,
             )
             return 1
+        if flags["-t"] == "topo":
+            print(topology(npus, os.environ["ASCEND_EMULATOR_SOC"]))
+            return 0
         if not npu.isdigit() or int(npu) >= npus:
-            print(f"npu-smi: there is no NPU {npu}; NPUs: 0 to {npus - 1}", file=sys.stderr)
+            print(
+                f"npu-smi: there is no NPU {npu}; NPUs: 0 to {npus - 1}; fix: ascend-emulator run"
+                " --npus, with more",
+                file=sys.stderr,
+            )
+            return 1
+        if chip != "0":
+            print(f"npu-smi: NPU {npu} has no chip {chip}; chips: 0", file=sys.stderr)
             return 1
         print(topic(flags["-t"], int(npu), name, memory))
     return 0
