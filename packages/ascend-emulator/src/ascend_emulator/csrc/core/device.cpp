@@ -14,9 +14,11 @@
 #include <fstream>
 #include <memory>
 #include <set>
+#include <utility>
 #include <variant>
 
 #include "arena.h"
+#include "host_access.h"
 #include "host_memory.h"
 #include "virtual_memory.h"
 
@@ -88,6 +90,7 @@ struct Machine {
       std::abort();
     }
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
+    host_access::reserved(device_base, bytes);
     virtual_memory::initialize(
         device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
     for (int i = 0; i < npus; ++i)
@@ -175,16 +178,10 @@ __attribute__((destructor)) void report_leaks() {
 
 }  // namespace
 
-void Device::count(uint64_t bytes) {
-  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ",
-      bytes, " bytes, ", capacity_ - used_, " of ", capacity_, " free");
-  used_ += bytes;
-  most_ = std::max(most_, used_);
-}
-
 void* Device::allocate(uint64_t bytes) {
   bytes = std::max(std::max((bytes + kGranule - 1) / kGranule * kGranule, bytes),
       kGranule);  // rounding up may overflow
+  host_access::watch();
   std::lock_guard lock(mutex_);
   count(bytes);
   for (auto block = free_.begin(); block != free_.end(); ++block) {
@@ -194,11 +191,11 @@ void* Device::allocate(uint64_t bytes) {
     if (size > bytes) free_[address + bytes] = size - bytes;
     live_[address] = {bytes, ++memory_events().allocated, std::nullopt};
     poison(kernel_view(address), bytes, false);
+    refused_ = 0;
     return reinterpret_cast<void*>(address);
   }
   used_ -= bytes;
-  raise(kOutOfMemory, {"out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
-                          capacity_ - used_, " of ", capacity_, " free, but not in one piece"});
+  refuse(bytes, ", but not in one piece");
 }
 
 void Device::release(void* pointer) {
@@ -241,6 +238,7 @@ void Device::reset() {
 }
 
 void Device::reserve_physical(uint64_t bytes) {
+  host_access::watch();
   std::lock_guard lock(mutex_);
   count(bytes);
   ++physical_[bytes];
@@ -267,39 +265,6 @@ Device::Shared Device::share(const void* address) {
     shared = arena::publish(offset, bytes);
   }
   return {*shared, reinterpret_cast<uintptr_t>(address) - block->first};
-}
-
-std::string Device::leaks() {
-  std::lock_guard lock(mutex_);
-  std::map<uint64_t, uint64_t, std::greater<>> sizes(physical_.begin(), physical_.end());
-  for (const auto& [address, block] : live_) ++sizes[block.bytes];
-  if (sizes.empty()) return "";
-  uint64_t count = 0, total = 0;
-  std::string largest;
-  int listed = 0;
-  for (const auto& [bytes, times] : sizes) {
-    count += times;
-    total += bytes * times;
-    if (++listed <= 8) largest += text(listed == 1 ? "" : ", ", times, " x ", bytes);
-  }
-  return text("NPU ", id, ": ", count, " allocations of ", total,
-      " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
-}
-
-uint64_t Device::bytes_from(const void* address, uint64_t* allocation) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  std::lock_guard lock(mutex_);
-  auto block = live_.upper_bound(at);
-  if (block == live_.begin()) return 0;
-  --block;
-  const auto end = block->first + block->second.bytes;
-  if (allocation) *allocation = block->second.allocation;
-  return end > at ? end - at : 0;
-}
-
-Device::Usage Device::usage() {
-  std::lock_guard lock(mutex_);
-  return {used_, most_};
 }
 
 void Device::inject_memory_error() {
@@ -337,7 +302,13 @@ int device_count() {
 
 Device& device(int id) {
   const int count = device_count();
-  check(id >= 0 && id < count, kInvalidDevice, "device ", id, " asked for, ", count, " present");
+  if (id < 0 || id >= count) {
+    const char* shown = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
+    std::string fix;
+    if (id >= npu_count()) fix = text("; fix: ascend-emulator run --npus ", id + 1);
+    else if (id >= 0 && shown) fix = text(": ASCEND_RT_VISIBLE_DEVICES is '", shown, "'");
+    raise(kInvalidDevice, {"device ", id, " asked for, ", count, " present", fix});
+  }
   return *machine().devices[id];
 }
 
@@ -447,6 +418,17 @@ LookedUp look_up(const void* address, uint64_t bytes) {
     if (mapped.bytes && mapped.npu == kNoNpu) found.place.kernel = const_cast<void*>(address);
   }
   return found;
+}
+
+Allocation allocation_at(const void* address) {
+  const auto& m = machine();
+  if (is_virtual(address)) {
+    const auto window = virtual_memory::window_at(address);
+    return {window.first, window.second.bytes, window.second.npu};
+  }
+  const auto npu = (reinterpret_cast<uintptr_t>(address) - m.device_base) / m.chip.memory;
+  const auto [start, bytes] = m.devices[npu]->block(address);
+  return {start, bytes, static_cast<int>(npu)};
 }
 
 Place locate(const void* address, uint64_t bytes) {

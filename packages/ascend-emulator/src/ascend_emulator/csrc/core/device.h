@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory_events.h"
@@ -54,6 +55,8 @@ class Device {
     uint64_t now, most;
   };
   Usage usage();
+  // The allocation that holds the address: its start and bytes, 0 outside of allocations.
+  std::pair<uintptr_t, uint64_t> block(const void* address);
   // To the end of the address's allocation, 0 outside of allocations; and the number of the
   // allocation.
   uint64_t bytes_from(const void* address, uint64_t* allocation = nullptr);
@@ -89,11 +92,14 @@ class Device {
     std::optional<uint64_t> shared;  // its key in the arena
   };
   void count(uint64_t bytes);
+  [[noreturn]] void refuse(uint64_t bytes, const char* why = "");  // there is no room
 
   std::mutex mutex_;
   uintptr_t base_;
   uint64_t capacity_;
   uint64_t used_ = 0, most_ = 0;
+  uint64_t refused_ = 0;  // bytes of the latest allocation for which there was no room
+  bool told_ = false;     // of exhausted memory
   void* memory_error_ = nullptr;
   std::map<uintptr_t, uint64_t> free_;  // address -> bytes, coalesced
   std::map<uintptr_t, Block> live_;
@@ -148,6 +154,13 @@ struct LookedUp {
   uint64_t allocation = 0;  // number of the allocation or address range
 };
 LookedUp look_up(const void* address, uint64_t bytes);
+// The allocation, or the mapping, that holds a device address: `bytes` is 0 outside.
+struct Allocation {
+  uintptr_t start;
+  uint64_t bytes;
+  int npu;
+};
+Allocation allocation_at(const void* address);
 bool is_virtual(const void* address);  // in an address range of virtual memory
 // Device address of a kernel address; other addresses are returned unchanged.
 const void* device_address(const void* kernel);

@@ -73,6 +73,18 @@ bool Graph::blocks() {
              branches.begin(), branches.end(), [](const auto& branch) { return branch->blocks(); });
 }
 
+std::vector<host_access::Range> Graph::pinned() {
+  std::lock_guard lock(mutex);
+  std::vector<host_access::Range> all;
+  for (const auto& node : nodes)
+    all.insert(all.end(), node.task->pinned.begin(), node.task->pinned.end());
+  for (const auto& branch : branches) {
+    const auto own = branch->pinned();
+    all.insert(all.end(), own.begin(), own.end());
+  }
+  return all;
+}
+
 void Graph::run(Stream& on) {
   const uint64_t replay = replays++;
   for (const auto& condition : conditions)

@@ -25,6 +25,7 @@ struct Graph {
 
   void run(Stream& on);
   bool blocks();
+  std::vector<host_access::Range> pinned();  // of its copies
 
   const int device, id;
   std::mutex mutex;  // guards all below, and the capture; after a capture only the nodes' tasks

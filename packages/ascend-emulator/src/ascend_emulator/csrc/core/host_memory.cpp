@@ -6,6 +6,7 @@
 #include <map>
 #include <shared_mutex>
 
+#include "host_access.h"
 #include "memory_events.h"
 #include "status.h"
 
@@ -44,10 +45,14 @@ void* allocate(uint64_t bytes) {
 }
 
 void release(void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
   {
     std::lock_guard lock(memory().mutex);
-    check(memory().allocated.erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
+    const auto found = memory().allocated.find(at);
+    check(found != memory().allocated.end(), kInvalidParam,
         "not memory of aclrtMallocHost: ", address);
+    host_access::forget(at, found->second.bytes);
+    memory().allocated.erase(found);
     ++memory_events().freed;
   }
   std::free(address);
@@ -69,6 +74,11 @@ void unregister(void* address) {
   std::lock_guard lock(memory().mutex);
   check(memory().registered.erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
       "not registered: ", address);
+}
+
+bool allocated(const void* address) {
+  std::shared_lock lock(memory().mutex);
+  return bytes_from(memory().allocated, address, false) != 0;
 }
 
 uint64_t pinned(const void* address) {

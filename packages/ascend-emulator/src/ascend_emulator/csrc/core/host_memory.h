@@ -12,6 +12,8 @@ void release(void* address);
 void register_range(void* address, uint64_t bytes, bool for_devices);
 void unregister(void* address);
 
+bool allocated(const void* address);  // page-locked, by allocate()
+
 // Bytes from the address to the end of the page-locked, or device-accessible, range; 0 outside.
 uint64_t pinned(const void* address);
 uint64_t mapped(const void* address);

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <map>
+#include <string_view>
 #include <utility>
 
 #include "adversary.h"
@@ -79,6 +81,7 @@ uint64_t Stream::submit(Task task) {
   if (update.take(*this, task)) return submitted_;
   if (traced) task.work.earliest = host_launches(task.kind);
   const bool brief = task.brief && !Adversary::on();
+  if (!task.pinned.empty()) task.guards = host_access::guards(task.pinned);
   uint64_t ticket;
   {
     std::unique_lock lock(mutex_);
@@ -138,6 +141,18 @@ std::string Stream::running_task_name() {
   return tasks_.empty() ? "nothing" : tasks_.front().name;
 }
 
+namespace {
+constexpr const char* kBlocking = "; ASCEND_LAUNCH_BLOCKING=1 raises it at its call";
+
+bool is_asynchronous() {
+  static const char* const blocking = std::getenv("ASCEND_LAUNCH_BLOCKING");
+  return !blocking || std::strcmp(blocking, "1") != 0;
+}
+bool ends_with(std::string_view text, const char* with) {
+  return text.ends_with(std::string(with) + ")");
+}
+}  // namespace
+
 void Stream::perform(Task& task) {
   {
     std::lock_guard lock(mutex_);
@@ -145,11 +160,14 @@ void Stream::perform(Task& task) {
   }
   try {
     TaskTrace observed(*this, task);
+    for (const auto& guard : task.guards) guard->begin();
     task.run();
   } catch (const std::exception& e) {
     // Arguments were checked at the call, so these are values and memory that no device checks.
     const bool computes = task.kind != Kind::host && task.kind != Kind::wait;
-    const auto error = computes ? classified(error_of(e), kUndefined) : error_of(e);
+    auto error = computes ? classified(error_of(e), kUndefined) : error_of(e);
+    if (computes && is_asynchronous() && ends_with(error.what(), kUndefined))
+      error = Error(error.status, text(error.what(), kBlocking), true);
     const std::string reason = error.what();
     const bool passed_on = task.kind == Kind::wait || reason.rfind(task.name, 0) == 0;
     std::lock_guard lock(mutex_);
@@ -184,6 +202,7 @@ void Stream::run_head(std::unique_lock<std::mutex>& lock) {
   // Release the task's arguments before it counts as completed: the caller may free the memory
   // then.
   task.run = nullptr;
+  task.guards.clear();
   lock.lock();
   tasks_.pop_front();
   running_ = false;

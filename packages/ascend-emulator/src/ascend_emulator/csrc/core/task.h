@@ -10,6 +10,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "host_access.h"
 
 namespace emu {
 
@@ -56,6 +59,9 @@ struct Task {
       false;  // does not wait and computes little: an idle stream runs it in the caller's thread
   std::shared_ptr<Mark> waits_for{};  // of Kind::wait
   Work work{};
+  // Of copies, and of the replay of a graph that has some: filled in if races are looked for.
+  std::vector<host_access::Range> pinned{};
+  host_access::Guards guards{};  // from when the task is queued
 };
 
 // A stream, as the adversary and the trace see it.

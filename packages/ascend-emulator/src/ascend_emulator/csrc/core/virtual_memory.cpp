@@ -118,6 +118,15 @@ void unmap(void* at) {
   ++memory_events().freed;
 }
 
+std::pair<uintptr_t, Window> window_at(const void* address) {
+  auto& all = addresses();
+  std::shared_lock lock(all.mutex);
+  const auto start = reinterpret_cast<uintptr_t>(address);
+  const auto window = holding(all.windows, start);
+  if (window == all.windows.end() || window->first + window->second.bytes <= start) return {};
+  return *window;
+}
+
 Mapped at(const void* address, uint64_t wanted) {
   auto& all = addresses();
   const auto start = reinterpret_cast<uintptr_t>(address);

@@ -2,6 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Reserved address ranges, and physical memory mapped into them.
 #pragma once
+#include <utility>
+
 #include "memory_events.h"
 
 namespace emu::virtual_memory {
@@ -22,6 +24,8 @@ struct Window {
 };
 void map(void* at, const Window& window);
 void unmap(void* at);
+// The mapping that holds the address, and its start; of 0 bytes outside.
+std::pair<uintptr_t, Window> window_at(const void* address);
 
 // Contiguously mapped bytes of one NPU from the address on; looks no further than `wanted` bytes.
 struct Mapped {

@@ -131,6 +131,7 @@ ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
   }
   Task task{"aclmdlRIExecuteAsync", [graph, on = on.get()] { graph->run(*on); }, Kind::graph};
   task.blocks = graph->blocks();
+  if (host_access::races()) task.pinned = graph->pinned();
   on->submit(std::move(task));
 })
 ACL_API(computed, aclmdlRIDestroy, (void* handle), {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/graph.h"
+#include "core/host_memory.h"
 #include "core/recheck.h"
 #include "core/entry_point.h"
 #include "core/rules.h"
@@ -78,6 +79,12 @@ struct Copy {
           " is host memory that was freed after the call: ", onto_device ? from : to);
     });
   }
+  // The host's side, of aclrtMallocHost: nothing else protects pages of its own.
+  std::vector<host_access::Range> host_range() const {
+    const void *host = onto_device ? from : to, *npu = onto_device ? to : from;
+    if (!host_memory::allocated(host)) return {};
+    return {{reinterpret_cast<uintptr_t>(host), bytes, !onto_device, locate(npu, 1).npu}};
+  }
   // Bytes of device memory read and written, and bytes over the host link.
   Work cost() const {
     const double size = bytes;
@@ -112,6 +119,7 @@ void submit(const char* name, const Copy& copy, void* handle) {
     stream.submit(std::move(task));
     return;
   }
+  if (copy.pinned && host_access::races()) task.pinned = copy.host_range();
   const auto ticket = stream.submit(std::move(task));
   // Copies to pageable memory are synchronous.
   if (!pageable) return;
