@@ -4,6 +4,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -446,3 +447,24 @@ def test_reasons_why_the_root_cannot_be_asked(scenarios):
     )
     assert "what the store has of rank 0 is not signed with the communicator's secret" in forged
     assert max(first, second, third) < 15  # of an HCCL_CONNECT_TIMEOUT of 20
+
+
+SHAPES = """
+import torch, torch_npu, torch.distributed as dist
+dist.init_process_group("hccl")
+torch.npu.set_device(rank := dist.get_rank())
+dist.all_reduce(torch.ones(4 + rank).npu())
+torch.npu.synchronize()
+"""
+
+
+def test_torchrun_ends_with_the_cause(run, tmp_path):
+    """torch_npu's watchdog aborts the processes; torchrun's report comes last."""
+    (tmp_path / "program.py").write_text(SHAPES)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    program = (*torchrun, "--standalone", str(tmp_path / "program.py"))
+    done = run("run", "--npus", "2", "--", *program)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-20:]
+    (report, *_) = [line for line in last if line.strip().startswith("traceback : HcclAllReduce")]
+    assert re.search(r"rank [01] called HcclAllReduce\([45] float32, sum\) where this rank", report)

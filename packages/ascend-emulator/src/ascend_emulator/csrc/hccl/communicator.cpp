@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 #include "communicator.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ctime>
 #include <utility>
 
 #include "core/cost.h"
@@ -68,6 +70,24 @@ class Running {
   const Communicator& on_;
   const Header call_;
 };
+
+// For torchrun, whose report of the ranks that failed comes last: torch_npu's watchdog aborts the
+// process, of which torchrun knows the signal only. The file's form:
+// torch/distributed/elastic/multiprocessing/errors (ProcessFailure).
+void tell_torchrun(const std::string& reason) {
+  const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
+  if (!path) return;
+  const int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (file < 0) return;  // there is a reason already
+  std::string line = "{\"message\": \"";
+  for (const char each : reason) {
+    if (each == '"' || each == '\\') line += '\\';
+    line += static_cast<unsigned char>(each) < 0x20 ? ' ' : each;
+  }
+  line += text("\", \"timestamp\": ", std::time(nullptr), "}\n");
+  if (write(file, line.data(), line.size()) < 0) unlink(path);
+  close(file);
+}
 
 }  // namespace
 
@@ -226,6 +246,7 @@ void Communicator::fail(const Header& call, Code result, const std::string& mess
   stop(result, text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks,
                    ", call ", calls_, "): ", message));
   notify_failure(links_, this->message());
+  tell_torchrun(this->message());
   throw Error(kOpFailed, this->message(), true);
 }
 
