@@ -275,3 +275,86 @@ def test_copies_beyond_an_allocation_are_refused():
         != 0
     )
     assert "not device memory" in library.aclGetRecentErrMsg().decode()
+
+
+# Each on an NPU of its own, whose stream fails.
+UNDEFINED = """
+import torch, torch_npu, torch.nn.functional as F
+w, i = torch.rand(10, 4), torch.tensor
+target = i([0, 1, 2, 3, 0, 1, 2, 3, 0, 9])
+logs = torch.randn(5, 1, 4).log_softmax(-1)
+calls = [
+    lambda: F.embedding(i([3, 11]).npu(), w.npu()),
+    lambda: w.npu().index_select(1, i([3, -9]).npu()),
+    lambda: torch_npu.npu_gather_sparse_index(w.npu(), i([[3, 11]]).npu()),
+    lambda: F.nll_loss(w.npu(), target.npu()),
+    lambda: F.one_hot(i([0, 9]).npu(), 4),
+    lambda: F.multilabel_margin_loss(w[:1].npu(), i([[0, 9, -1, -1]]).npu()),
+    lambda: F.ctc_loss(logs.npu(), i([[1, 9]]).npu(), i([5]), i([2])),
+    lambda: torch.repeat_interleave(torch.ones(2).npu(), i([-1, 2]).npu()),
+]
+for npu, call in enumerate(calls):
+    torch.npu.set_device(npu)
+    try:
+        call()
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        print(*(line for line in str(error).splitlines() if "ascend-emulator" in line), "")
+    else:
+        print("no error")
+"""
+
+
+def test_values_that_are_out_of_range_are_named(run):
+    """With the index, the size, and how to find the call. ATen's text lacks one of the first two; of
+    the last two functions ATen reads, or writes, other memory."""
+    count = UNDEFINED.count("    lambda:")
+    command = ("run", "--npus", str(count), "--memory", "64MiB", "--", sys.executable, "-c")
+    done = run(*command, UNDEFINED, TASK_QUEUE_ENABLE="0")
+    found = done.stdout.splitlines()
+    wanted = [
+        "aclnnEmbedding: indices has the value 11 at position 1, which is out of range; allowed: 0 to 9",
+        "aclnnIndexSelect: index has the value -9 at position 1, which is out of range; allowed: 0 to 3",
+        "aclnnGatherV3: index has the value 11 at position 1, which is out of range; allowed: 0 to 9",
+        "aclnnNLLLoss: target has the value 9 at position 9, which is out of range; allowed: 0 to 3",
+        "aclnnOneHot: self has the value 9 at position 1, which is out of range; allowed: 0 to 3",
+        "aclnnMultilabelMarginLoss: target has the value 9 at position 1, which is out of range;",
+        "aclnnCtcLoss: targets has the value 9 at position 1, which is out of range; allowed: 0 to 3",
+        "aclnnRepeatInterleave: repeats has the value -1, which is out of range; allowed: from 0",
+    ]
+    assert len(found) == len(wanted) == count, done.stderr
+    for line, text in zip(found, wanted, strict=True):
+        line = (
+            line.strip() or done.stderr
+        )  # Some errors of torch_npu leave CANN's text to a warning.
+        assert text in line
+        assert " (undefined on the device); ASCEND_LAUNCH_BLOCKING=1 raises it at its call" in line
+
+
+def test_exhausted_memory_names_the_option(run):
+    """Once, when torch_npu has given up: it frees what it caches, and asks again."""
+    script = """
+import torch, torch_npu
+kept = torch.empty(20 << 20, dtype=torch.uint8, device="npu")
+del kept
+torch.empty(50 << 20, dtype=torch.uint8, device="npu")  # frees what is cached
+for _ in range(2):
+    try:
+        torch.empty(80 << 20, dtype=torch.uint8, device="npu")
+    except torch.OutOfMemoryError:
+        print("out of memory")
+"""
+    done = run("run", "--memory", "64MiB", "--", sys.executable, "-c", script)
+    assert done.stdout == "out of memory\nout of memory\n", done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if "is out of memory" in each]
+    assert line == (
+        "ascend-emulator: NPU 0 is out of memory: 0.08 GiB asked for, 0.06 of 0.06 GiB free; fix:"
+        " ascend-emulator run --memory SIZE, or pytest --npu-memory SIZE, with more"
+    )
+
+
+def test_an_npu_that_is_there_and_not_visible(run):
+    script = "import torch, torch_npu; torch.npu.set_device(1)"
+    visible = {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    done = run("run", "--npus", "2", "--", sys.executable, "-c", script, **visible)
+    assert "device 1 asked for, 1 present: ASCEND_RT_VISIBLE_DEVICES is '1'" in done.stderr

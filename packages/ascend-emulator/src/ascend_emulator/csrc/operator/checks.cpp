@@ -36,6 +36,26 @@ void multiple(const char* argument, int64_t value, int64_t unit) {
   require(value % unit == 0, argument, " is ", value, "; it must be a multiple of ", unit);
 }
 
+void check_indices(
+    const char* argument, const at::Tensor& indices, int64_t size, std::optional<int64_t> ignored) {
+  const auto all = indices.reshape({-1}).to(at::kLong).contiguous();
+  const auto* const value = all.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < all.numel(); ++i)
+    check((value[i] >= 0 && value[i] < size) || value[i] == ignored, kOpFailed, argument,
+        " has the value ", value[i], " at position ", i, ", which is out of range; allowed: 0 to ",
+        size - 1);
+}
+
+void with_index(const char* argument, const at::Tensor& indices, int64_t size,
+    c10::function_ref<void()> run, std::optional<int64_t> ignored) {
+  try {
+    run();
+  } catch (const std::exception&) {
+    check_indices(argument, indices, size, ignored);
+    throw;
+  }
+}
+
 void contiguous(const char* argument, const at::Tensor& tensor) {
   require(tensor.is_contiguous(), argument, " has strides ", tensor.strides(), " for shape ",
       tensor.sizes(), "; it must be contiguous");

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <optional>
 #include <vector>
 
 #include "core/device.h"
@@ -51,5 +52,11 @@ void within(const char* argument, const T& value, const U& least, const U& most)
 }
 void multiple(const char* argument, int64_t value, int64_t unit);
 void contiguous(const char* argument, const at::Tensor& tensor);
+// Each index lies in [0, size), or is the value `ignored`.
+void check_indices(const char* argument, const at::Tensor& indices, int64_t size,
+    std::optional<int64_t> ignored = {});
+// Runs a function of ATen that refuses other indices, in words that lack the index or the size.
+void with_index(const char* argument, const at::Tensor& indices, int64_t size,
+    c10::function_ref<void()> run, std::optional<int64_t> ignored = {});
 
 }  // namespace emu

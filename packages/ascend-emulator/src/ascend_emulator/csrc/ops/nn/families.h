@@ -64,10 +64,14 @@ inline void not_negative(const Tensor& self, const Ints& padding) {
       (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, \
           Tensor out, Tensor total),                                                       \
       {                                                                                    \
-        const auto [loss, sum] = at::FUNCTION##_forward(                                   \
-            upcast(self), to_int64(target), upcast(weight), reduction, ignored);           \
-        out.copy_(loss);                                                                   \
-        total.copy_(sum);                                                                  \
+        const auto classes = self.size(self.dim() == 1 ? 0 : 1);                           \
+        const auto compute = [&] {                                                         \
+          const auto [loss, sum] = at::FUNCTION##_forward(                                 \
+              upcast(self), to_int64(target), upcast(weight), reduction, ignored);         \
+          out.copy_(loss);                                                                 \
+          total.copy_(sum);                                                                \
+        };                                                                                 \
+        with_index("target", target, classes, compute, ignored);                           \
       })                                                                                   \
   OP(aclnn##NAME##Backward,                                                                \
       (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction,     \

@@ -46,10 +46,13 @@ OP(aclnnKlDivTargetBackward,
 
 OP(aclnnMultilabelMarginLoss,
     (Tensor self, Tensor target, int64_t reduction, Tensor out, Tensor is_target), {
-      const auto [loss, hit] =
-          at::multilabel_margin_loss_forward(upcast(self), to_int64(target), reduction);
-      out.copy_(loss);
-      is_target.copy_(hit);
+      const auto compute = [&] {
+        const auto [loss, hit] =
+            at::multilabel_margin_loss_forward(upcast(self), to_int64(target), reduction);
+        out.copy_(loss);
+        is_target.copy_(hit);
+      };
+      with_index("target", target, self.size(-1), compute, -1);
     })
 
 namespace {
@@ -59,12 +62,25 @@ void not_empty(const Ints& lengths) {
       "targetLengths is ", at::IntArrayRef(lengths),
       "; it must have one length above 0 per sample");
 }
+
+// ATen reads beyond the probabilities for others. What follows a sample's targets is not read.
+void check_targets(const Tensor& targets, const Ints& lengths, int64_t classes) {
+  for (size_t i = 0, first = 0; i < lengths.size(); first += lengths[i++]) {
+    const bool packed = targets.dim() == 1;
+    const auto own = packed ? targets : targets.select(0, static_cast<int64_t>(i));
+    const auto start = packed ? static_cast<int64_t>(first) : 0;
+    require(start + lengths[i] <= own.size(0), "targets has shape ", targets.sizes(),
+        " for targetLengths ", at::IntArrayRef(lengths));
+    check_indices("targets", own.narrow(0, start, lengths[i]), classes);
+  }
+}
 }  // namespace
 // log_alpha may be wider than 2 * longest target + 1, because op-plugin rounds up.
 SHAPED(aclnnCtcLoss,
     (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank,
         bool zero_infinity, Tensor out, Tensor log_alpha),
     not_empty(lengths), {
+      check_targets(targets, lengths, probabilities.size(-1));
       const auto [loss, alpha] = at::_ctc_loss(
           upcast(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
       out.copy_(loss);
@@ -74,6 +90,7 @@ SHAPED(aclnnCtcLossBackward,
     (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss,
         Tensor log_alpha, int64_t blank, bool zero_infinity, Tensor out),
     not_empty(lengths), {
+      check_targets(targets, lengths, probabilities.size(-1));
       const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
       out.copy_(
           at::_ctc_loss_backward(upcast(grad), upcast(probabilities), to_int64(targets), inputs,

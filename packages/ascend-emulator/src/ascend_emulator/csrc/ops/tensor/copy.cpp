@@ -82,12 +82,24 @@ void not_too_many(const at::Tensor& out) {
   emu::require(
       out.numel() < 1 << 22, "out has ", out.numel(), " elements; allowed: less than ", 1 << 22);
 }
+
+// ATen writes outside of its result before it refuses them.
+void not_negative(const at::Tensor& repeats) {
+  const auto least = repeats.numel() ? repeats.min().item<int64_t>() : 0;
+  emu::check(least >= 0, emu::kOpFailed, "repeats has the value ", least,
+      ", which is out of range; allowed: from 0");
+}
 }  // namespace
 SHAPED(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out),
-    not_too_many(out), { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
+    not_too_many(out), {
+      not_negative(repeats);
+      out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size));
+    })
 SHAPED(aclnnRepeatInterleaveWithDim,
-    (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
-    { out.copy_(at::repeat_interleave(self, repeats, dim, size)); })
+    (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out), {
+      not_negative(repeats);
+      out.copy_(at::repeat_interleave(self, repeats, dim, size));
+    })
 SHAPED(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor out),
     not_too_many(out), { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
 SHAPED(aclnnRepeatInterleaveIntWithDim,
@@ -98,8 +110,10 @@ OP(aclnnChannelShuffle, (Tensor self, int64_t groups, Tensor out),
     { out.copy_(at::channel_shuffle(self, groups)); })
 OP(aclnnChunkCat, (Tensors tensors, int64_t dim, int64_t chunks, Tensor out),
     { out.copy_(at::_chunk_cat(tensors, dim, chunks)); })
-OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out),
-    { out.copy_(at::repeat_interleave(to_int64(repeats), Opt<int64_t>(total))); })
+OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out), {
+  not_negative(repeats);
+  out.copy_(at::repeat_interleave(to_int64(repeats), Opt<int64_t>(total)));
+})
 OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out),
     { out.copy_(at::unfold_backward(upcast(grad), sizes, dim, size, step)); })
 OP_OF_VALUES(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {

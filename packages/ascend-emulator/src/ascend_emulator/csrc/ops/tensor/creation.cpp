@@ -45,8 +45,10 @@ SHAPED(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), SHA
 SHAPED(aclnnEye, (int64_t rows, int64_t columns, Tensor out), SHAPE(out, {rows, columns}),
     { at::eye_out(out, rows, columns); })
 OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis, Tensor out), {
-  const auto hot = at::one_hot(self.to(at::kLong), depth).to(at::kBool);
-  out.copy_(at::where(axis < 0 ? hot : hot.movedim(-1, axis), on, off));
+  with_index("self", self, depth, [&] {
+    const auto hot = at::one_hot(self.to(at::kLong), depth).to(at::kBool);
+    out.copy_(at::where(axis < 0 ? hot : hot.movedim(-1, axis), on, off));
+  });
 })
 
 OP(aclnnLogSpace, (Scalar start, Scalar end, int64_t steps, double base, Tensor out), {

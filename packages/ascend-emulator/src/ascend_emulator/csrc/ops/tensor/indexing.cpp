@@ -85,12 +85,14 @@ const char* reduction_name(int64_t reduction) {
 SHAPED(aclnnEmbedding, (Tensor weight, Tensor indices, Tensor out),
     SHAPE(out, embedding_shape(weight, indices)), {
       cost::partial_access(weight, out);
-      at::embedding_out(out, weight, indices);
+      with_index(
+          "indices", indices, weight.size(0), [&] { at::embedding_out(out, weight, indices); });
     })
 SHAPED(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out),
     SHAPE(out, selected(self, dim, index)), {
       cost::partial_access(self, out);
-      at::index_select_out(out, self, dim, index);
+      with_index("index", index, self.dim() ? self.size(dim) : 1,
+          [&] { at::index_select_out(out, self, dim, index); });
     })
 OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
   if (!out.numel()) return;  // x[False] has an empty index
@@ -194,7 +196,9 @@ CHECKED(aclnnGatherV3,
       SHAPE(out, sizes);
       COMPUTE {
         cost::partial_access(self, out);
-        out.copy_(self.index_select(dim, index.reshape({-1}).to(at::kLong)).view(sizes));
+        with_index("index", index, self.size(dim), [&] {
+          out.copy_(self.index_select(dim, index.reshape({-1}).to(at::kLong)).view(sizes));
+        });
       };
     })
 // Start index of the updates along the axis, per entry of the first dimension (torch_npu's
