@@ -483,3 +483,17 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_npu.npu_fused_infer_attention_score(*(x.npu() for x in inputs()), **given)
     assert torch.ones(1).npu().item() == 1  # it was refused at the call
+
+
+def test_int8_queries_are_not_emulated():
+    """A documented mode, of which the emulator must not say that CANN refuses it; without its scales
+    CANN refuses."""
+    q, k = (torch.ones(1, 8, size, 128, dtype=torch.int8, device="npu") for size in (164, 1024))
+    scale = torch.full((1,), 0.01, device="npu")
+    scales = dict.fromkeys(("dequant_scale1", "quant_scale1", "dequant_scale2"), scale)
+    options = {"num_heads": 8, "input_layout": "BNSD", "quant_scale2": scale}
+    message = r"an int8 query \(dequant_scale1, quant_scale1, dequant_scale2\) is not emulated$"
+    with pytest.raises(RuntimeError, match=f"(?m){message}"):
+        torch_npu.npu_fused_infer_attention_score(q, k, k, **options, **scales)
+    with pytest.raises(RuntimeError, match=r"dequant_scale1.*\(rule fused_infer.int8-query, docum"):
+        torch_npu.npu_fused_infer_attention_score(q, k, k, **options)

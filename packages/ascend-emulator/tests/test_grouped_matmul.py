@@ -491,3 +491,21 @@ def test_limits_are_refused(call, message):
             torch.ones(8, 8, dtype=torch.int8, device="npu"),
         )
     assert torch.ones(1).npu().item() == 1  # it was refused at the call
+
+
+def test_int4_rows_of_the_plain_operator_are_not_emulated():
+    """A documented mode, of which the emulator must not say that CANN refuses it."""
+    (_, x), (_, weight) = int4(6, 32), int4(1, 32, 32)
+    scale = torch.ones(1, 1, 32, dtype=torch.int64, device="npu")
+    with pytest.raises(RuntimeError, match="x of int4, eight of which are an int32, is not emul"):
+        torch_npu.npu_grouped_matmul(
+            [x.npu()],
+            [weight.npu()],
+            scale=[scale],
+            per_token_scale=[torch.ones(6, device="npu")],
+            group_list=torch.tensor([6]).npu(),
+            group_list_type=0,
+            group_type=0,
+            split_item=3,
+            output_dtype=torch.float16,
+        )

@@ -154,6 +154,30 @@ def test_limits_of_latent_attention_over_pages(requests, tokens, said):
         )
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_latent_attention_over_contiguous_keys(queries):
+    """op-plugin's page for CANN 9.1, whose example 4 this is, demands no pages for latents of 512."""
+    query, rope = (torch.randn(2, 16, queries, size).half() for size in (512, 64))
+    latent, key_rope = (torch.randn(2, 1, 150, size).half() for size in (512, 64))
+    causal = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 3} if queries > 1 else {}
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        latent.npu(),
+        latent.npu(),
+        query_rope=rope.npu(),
+        key_rope=key_rope.npu(),
+        num_heads=16,
+        num_key_value_heads=1,
+        input_layout="BNSD",
+        scale=0.04,
+        **causal,
+    )
+    mask = torch.arange(150)[None] > torch.arange(queries)[:, None] + 150 - queries
+    for i in range(2):
+        scored, keys = (torch.cat([a[i], b[i]], -1) for a, b in ((query, rope), (latent, key_rope)))
+        close(out[i], reference(scored, keys, latent[i], 0.04, mask)[0])
+
+
 def test_latent_attention_without_pages():
     query, key, value = (torch.randn(9, 4, 128).bfloat16() for _ in range(3))
     ropes = torch.randn(2, 9, 4, 64).bfloat16()

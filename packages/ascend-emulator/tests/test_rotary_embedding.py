@@ -34,6 +34,21 @@ def test_rotary_mul(angles, mode, dtype):
     close(torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu(), mode), expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_rotary_mul_of_packed_tokens(mode, dtype):
+    """The layout TND, which op-plugin's page for CANN 9.1 has, with its gradient."""
+    x, cos, sin = (torch.randn(size).to(dtype) for size in ((10, 3, 64), (10, 1, 64), (10, 1, 64)))
+    expected = x.double() * cos.double() + rotated(x.double(), mode == "interleave") * sin.double()
+    ours = x.npu().requires_grad_()
+    result = torch_npu.npu_rotary_mul(ours, cos.npu(), sin.npu(), mode)
+    close(result, expected)
+    result.sum().backward()
+    wide = x.double().requires_grad_()
+    product = wide * cos.double() + rotated(wide, mode == "interleave") * sin.double()
+    close(ours.grad, torch.autograd.grad(product.sum(), wide)[0])
+
+
 def test_rotary_mul_of_heads_before_tokens():
     x, cos, sin = torch.randn(2, 3, 5, 64), torch.rand(1, 1, 5, 64), torch.rand(1, 1, 5, 64)
     close(
@@ -97,14 +112,19 @@ def test_mrope(kind, size, rotary, mode, dtype):
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 @pytest.mark.parametrize(
     ("section", "turns"),
-    [([16, 24, 24], "default"), ([8, 12, 12], "default"), ([24, 20, 20], "interleave")],
+    [
+        ([16, 24, 24], "default"),
+        ([8, 12, 12], "default"),
+        ([24, 20, 20], "interleave"),
+        ([16, 16, 16, 16], "default"),
+    ],
 )
-def test_mrope_of_three_rows_of_positions(section, turns, mode, dtype):
+def test_mrope_of_several_rows_of_positions(section, turns, mode, dtype):
     rotary, size = 2 * sum(section), 128
     query, key, cache = (
         torch.randn(shape).to(dtype) for shape in ((9, 4 * size), (9, 2 * size), (40, rotary))
     )
-    positions = torch.randint(40, (3, 9))
+    positions = torch.randint(40, (len(section), 9))
     if turns == "default":
         owners = [row for row, count in enumerate(section) for _ in range(count)]
     else:
@@ -135,13 +155,23 @@ def test_head_sizes_that_mrope_does_not_take(dtype, size):
         torch_npu.npu_mrope(positions.long(), x, x, cache, size, mrope_section=[0, 0, 0])
 
 
-def test_sections_that_are_not_documented_are_refused():
-    x, cache, positions = (torch.ones(shape, device="npu") for shape in ((2, 128), (4, 64), (3, 2)))
-    with pytest.raises(
-        RuntimeError, match=r"mrope_section is \[11, 11, 10\]; \[16, 24, 24\], \[24, 20, 20\] and"
-    ):
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ([11, 11, 10], r"\[11, 11, 10\]; \[16, 24, 24\], \[24, 20, 20\], \[8, 12, 12\] and"),
+        ([8, 8, 8, 8], r"\[8, 8, 8, 8\]; \[16, 24, 24\]"),
+        ([16, 16, 16, 16], "cache_mode is interleave with 4 rows of positions; they need default"),
+        ([16, 16], "of positions"),
+    ],
+)
+def test_sections_that_are_not_documented_are_refused(section, message):
+    rotary = 2 * sum(section)
+    x, cache, positions = (
+        torch.ones(shape, device="npu") for shape in ((2, 128), (4, rotary), (len(section), 2))
+    )
+    with pytest.raises(RuntimeError, match=message):
         torch_npu.npu_mrope(
-            positions.long(), x, x, cache, 64, mrope_section=[11, 11, 10], cache_mode="interleave"
+            positions.long(), x, x, cache, 128, mrope_section=section, cache_mode="interleave"
         )
 
 

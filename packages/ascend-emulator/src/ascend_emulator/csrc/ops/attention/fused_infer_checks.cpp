@@ -272,8 +272,9 @@ void FusedInfer::check_latent() const {
             "131088, are allowed");
     });
   rule("fused_infer_latent.pages", [&] {
-    require(paged(), "query_rope with head size 512 needs a block_table");
-    one_of<int64_t>("block_size", block_size, {16, 128});
+    if (!paged()) return;
+    within("block_size", block_size, 16, 1024);
+    multiple("block_size", block_size, 16);
     require(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"),
         "a fractal (NZ) cache needs block_size 128 and a layout other than BNSD");
   });

@@ -47,6 +47,8 @@ struct Grouped {
     require(!x.empty() && !weight.empty(), "x and weight must not be empty");
     require(x.size() <= 128 && weight.size() <= 128, "x has ", x.size(), " tensors and weight ",
         weight.size(), "; at most 128 are allowed");
+    require_emulated(
+        x[0].scalar_type() != at::kInt, "x of int4, eight of which are an int32, is not emulated");
     const bool integers = x[0].scalar_type() == at::kChar,
                floats = !integers && weight[0].is_floating_point();
     require(

@@ -3,6 +3,8 @@
 // Rotary embeddings. Semantics and limits: torch_npu's documentation of npu_rotary_mul, npu_mrope
 // and npu_apply_rotary_pos_emb (torch_npu/_op_plugin_docs.py), and the golden functions of
 // op-plugin's tests; argument order: op-plugin's call sites.
+#include <numeric>
+
 #include "core/cost.h"
 #include "ops/rows/rows.h"
 #include "rotary_embedding.h"
@@ -10,7 +12,7 @@
 namespace emu {
 namespace {
 
-// Angles of each token from three rows of positions: consecutive or interleaved sections.
+// Angles of each token from three or four rows of positions: consecutive or interleaved sections.
 Tensor merged(
     const Tensor& positions, const Tensor& cache, const Ints& sections, bool taking_turns) {
   const auto where = positions.to(at::kLong);
@@ -23,10 +25,11 @@ Tensor merged(
     for (int64_t row = 1; row < 3; ++row)
       for (int64_t i = row; i < std::min(half, sections[row] * 3); i += 3) owner[i].fill_(row);
   } else {
-    owner.narrow(0, sections[0], sections[1]).fill_(1);
-    owner.narrow(0, sections[0] + sections[1], sections[2]).fill_(2);
+    int64_t first = 0;
+    for (size_t row = 0; row < sections.size(); first += sections[row++])
+      owner.narrow(0, first, sections[row]).fill_(static_cast<int64_t>(row));
   }
-  const auto rows = cache.index_select(0, where.reshape(-1)).view({3, -1, 2, half});
+  const auto rows = cache.index_select(0, where.reshape(-1)).view({where.size(0), -1, 2, half});
   return rows.gather(0, owner.view({1, 1, 1, half}).expand({1, rows.size(1), 2, half}))
       .reshape({-1, 2 * half});
 }
@@ -35,13 +38,13 @@ Tensor merged(
 void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
   rule("rotary_mul.broadcast", [&] {
     for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}})
-      require(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3),
+      require(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(-1) == x.size(-1),
           name, " has shape ", angles->sizes(), ", which does not broadcast to input's ",
           x.sizes());
   });
   rule("rotary_mul.batch-and-heads", [&] {
     int64_t product = 1;
-    for (int64_t dim = 0; dim < 3; ++dim) {
+    for (int64_t dim = 0; dim < x.dim() - 1; ++dim) {
       if (cos.size(dim) != 1) continue;
       require(x.size(dim) < 1000, "dimension ", dim, " of input is ", x.size(dim),
           "; B and N must be below 1000");
@@ -139,15 +142,17 @@ CHECKED(aclnnRopeWithSinCosCacheV2,
             "; it must not be larger");
       });
       const auto check_sections = [&] {
-        require(sections && sections->size() == 3 &&
-                    sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
-            "mrope_section is [", listed(sections.value_or(Ints())),
-            "]; three numbers with the sum ", rotary / 2,
-            " are needed for three rows of positions");
+        const int64_t rows = positions.size(0);
+        require(sections && static_cast<int64_t>(sections->size()) == rows &&
+                    std::accumulate(sections->begin(), sections->end(), int64_t{0}) == rotary / 2,
+            "mrope_section is [", listed(sections.value_or(Ints())), "]; ", rows,
+            " numbers with the sum ", rotary / 2, " are needed for ", rows, " rows of positions");
         const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} ||
-                           *sections == Ints{8, 12, 12};
+                           *sections == Ints{8, 12, 12} || *sections == Ints{16, 16, 16, 16};
         require(known, "mrope_section is [", listed(*sections),
-            "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
+            "]; [16, 24, 24], [24, 20, 20], [8, 12, 12] and [16, 16, 16, 16] are allowed");
+        require(rows == 3 || cache_mode == 0, "cache_mode is interleave with ", rows,
+            " rows of positions; they need default");
       };
       if (positions.dim() == 2) rule("mrope.sections", check_sections);
       require(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
