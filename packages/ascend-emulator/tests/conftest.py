@@ -54,7 +54,7 @@ def whole_session(request: pytest.FixtureRequest) -> bool:
 # allocator's list: with 2.10 the process captures nothing more, with 2.11 it aborts when a MemPool
 # ends (docs/emulator.md).
 FAILED_CAPTURES_REMAIN = importlib.metadata.version("torch-npu").startswith(("2.10.", "2.11."))
-ALONE = "ASCEND_EMULATOR_TEST_ALONE"
+ALONE = "TEST_IN_A_PROCESS_OF_ITS_OWN"
 
 
 def pytest_configure(config: pytest.Config) -> None:

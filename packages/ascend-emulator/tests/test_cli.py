@@ -121,9 +121,9 @@ def test_child_processes_compute_too(run):
     ("arguments", "status", "message"),
     [
         (
-            ["run", "--soc", "Ascend910Z", "--", "true"],
-            1,
-            "unknown chip 'Ascend910Z'; supported: Ascend910B1, Ascend910B2, ",
+            ["run", "--soc", "910B2", "--", "true"],
+            2,
+            "run: unknown chip '910B2'; did you mean Ascend910B2?; supported: Ascend910B1, ",
         ),
         (["run"], 2, "no command given; add it after --"),
         (["run", "--npus", "2"], 2, "no command given"),
@@ -132,9 +132,38 @@ def test_child_processes_compute_too(run):
             127,
             "cannot start no-such-program: No such file or directory",
         ),
-        (["run", "--npus", "0", "--", "true"], 1, "0 NPUs requested; 1 to 64 are supported"),
-        (["run", "--npus", "65", "--", "true"], 1, "65 NPUs requested"),
-        (["run", "--memory", "1MiB", "--", "true"], 1, "the minimum is 64 MiB"),
+        (["run", "--npus", "0", "--", "true"], 2, "run: 0 NPUs requested; supported: 1 to "),
+        (["run", "--npus", "65", "--", "true"], 2, "65 NPUs requested"),
+        (["run", "--nups", "2", "--", "true"], 2, "run: --nups is no option; did you mean --npus?"),
+        (["run", "--memory", "1MiB", "--", "true"], 2, "the minimum is 64 MiB"),
+        (["run", "--numerics", "fast", "--", "true"], 2, "run: argument --numerics: 'fast'; supp"),
+        (["run", "--driver", "new", "--", "true"], 2, "run: driver version 'new'; use a form such"),
+        (
+            ["run", "--without", "aclnnAdd,aclnnMatmull", "--", "true"],
+            2,
+            "run: no entry point of CANN is called 'aclnnMatmull' (ASCEND_EMULATOR_WITHOUT);"
+            " did you mean aclnnMatmul?",
+        ),
+        (
+            ["run", "--allow", "rms_norm.gama-shape", "--", "true"],
+            2,
+            "run: there is no rule 'rms_norm.gama-shape' (ASCEND_EMULATOR_ALLOW); did you mean"
+            " rms_norm.gamma-shape?",
+        ),
+        (["trace", "no-such.json"], 2, "trace: cannot use no-such.json: No such file or directory"),
+        (["trace", "/"], 2, "trace: cannot use /: Is a directory"),
+        (
+            ["verify", "--only", "operator"],
+            2,
+            "unknown section 'operator'; did you mean operators?",
+        ),
+        (["verify", "--diff", "no-a", "no-b"], 2, "verify: cannot use no-a: No such file or direc"),
+        (["verify", "--quick", "--output", "/no-such/r"], 2, "/no-such is not a directory that th"),
+        (
+            ["coverage", "--mardown"],
+            2,
+            "coverage: --mardown is no option; did you mean --markdown?",
+        ),
         (
             ["run", "--memory", "8X", "--", "true"],
             2,
@@ -145,9 +174,11 @@ def test_child_processes_compute_too(run):
 )
 def test_mistakes_are_answered_in_a_line(run, arguments, status, message):
     done = run(*arguments)
-    assert done.returncode == status
-    assert message in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == (status, "")
+    *before, line = done.stderr.splitlines()
+    assert line.startswith("ascend-emulator")
+    assert message in line
+    assert len(before) == (status == 127)
 
 
 def test_version(run):
@@ -164,15 +195,76 @@ def test_version(run):
         ("POISON", "yes", "0 and 1"),
         ("ADVERSARY", "-1", "a number"),
         ("NUMERICS", "avx2", "generic, jitter:SEED, or both separated by a comma"),
+        ("SANITIZE", "adress", "address,undefined, and thread"),
     ],
 )
 def test_values_of_variables_are_checked(run, name, value, allowed):
     done = run("run", "--", "true", **{f"ASCEND_EMULATOR_{name}": value})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert (
-        done.stderr
-        == f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or unset it\n"
+        done.stderr == f"ascend-emulator run: ASCEND_EMULATOR_{name} is {value!r}; supported:"
+        f" {allowed}; fix: correct or unset it\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("POISN", "1", "ASCEND_EMULATOR_POISN is no variable of the emulator; did you mean"),
+        ("WITHOUT", "aclnnNope", "no entry point of CANN is called 'aclnnNope'"),
+        ("FAULTS", "aclrtMallocc@1=oom", "aclrtMallocc is no entry point, nor one of stream,"),
+        ("ALLOW", "no.rule", "there is no rule 'no.rule'"),
+        ("OPERATORS", "nosuch.py", "nosuch.py is not a C++ (.cpp, .cc) or Python (.py) file"),
+    ],
+)
+def test_names_in_variables_are_checked(run, name, value, message):
+    done = run("run", "--", "true", **{f"ASCEND_EMULATOR_{name}": value})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ascend-emulator run: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("ASCEND_EMULATOR_WITHOUT=aclnnNope", "no entry point of CANN is called 'aclnnNope'"),
+        ("ASCEND_EMULATOR_ALLOW=rms_norm.gama-shape", "did you mean rms_norm.gamma-shape?"),
+    ],
+)
+def test_variables_that_a_command_sets_are_checked(run, variable, message):
+    """After `run` has looked at them: each call of CANN fails."""
+    script = "import torch; torch.ones(1).npu()"
+    done = run("run", "--", "env", variable, sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_names_that_are_known_are_taken(run):
+    """Of operators that are not emulated too, of legacy operators, and with blanks."""
+    names = "aclnnGeluQuant, aclop::Fill,drvGetDevNum,atb::Rope"
+    script = "import torch; torch.ones(1).npu()"
+    done = run("run", "--without", names, "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_output_into_a_pipe_that_ends(run):
+    """As with `head`: without a message, and with the status that a shell has for the signal."""
+    command = f"{sys.executable} -m ascend_emulator.cli rules"
+    done = run(
+        "run", "--", "bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}; yes | head -1"
+    )
+    assert done.stdout == "141\ny\n"
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("action", ["run", "build", "trace", "rules", "coverage", "verify"])
+def test_help_describes_each_subcommand(run, action):
+    listed = re.search(rf"^    {action} +(\w.*)$", run("--help").stdout, re.MULTILINE)
+    assert listed
+    text = " ".join(run(action, "--help").stdout.split())
+    assert f"ascend-emulator {action}" in text
+    assert listed[1] in text
 
 
 @pytest.mark.parametrize("generic", [False, True])

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from ascend_emulator import build, operators
 from harness.distributions import write_metadata
 
@@ -206,7 +207,7 @@ def test_wrong_declarations_end_with_one_line(run, tmp_path, name, text, said):
 def test_a_missing_file_and_a_missing_module_end_with_one_line(run):
     for name in ("/nowhere/add.cpp", "no_such_project.emulated"):
         done = run("run", "--", "true", ASCEND_EMULATOR_OPERATORS=name)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert name in done.stderr
 
 
@@ -273,3 +274,54 @@ def test_an_entry_point_declares_operators(tmp_path, monkeypatch):
     assert "aclnnScaleCustomGetWorkspaceSize" in exported
     assert "ascend_emulator" not in exported  # looked up when called
     assert own.parent.parent == build.cache_root()
+
+
+def test_disabling_and_faults_apply_to_them_by_name(program, run):
+    """As to CANN's; a name that neither has is refused."""
+    add = """
+        none = array("aclCreateIntArray", [], c_int64)
+        try:
+            execute("aclnnAddCustom", tensor(x), tensor(y), scalar(2.5), none, tensor(out))
+        except RuntimeError as error:
+            print(error)
+    """
+    for variable, value, said in (
+        ("WITHOUT", "aclnnAddCustom", "200006: [ascend-emulator] aclnnAddCustom is not emulated"),
+        ("FAULTS", "aclnnAddCustom@1=ecc", "injected: aclnnAddCustom@1=ecc"),
+    ):
+        done = program(add, **{f"ASCEND_EMULATOR_{variable}": value})
+        assert said in done.stdout, done.stderr
+    done = program(add, ASCEND_EMULATOR_FAULTS="aclnnAddCustm@1=ecc")
+    assert done.returncode == 2
+    assert "did you mean aclnnAddCustom?" in done.stderr
+
+
+def test_an_operator_of_cann_that_is_not_emulated(run, tmp_path):
+    """The refusal says how to supply it, and torch_npu's function computes with it."""
+    call = "torch_npu.npu_gelu_quant(torch.ones(2, 4).half().npu(), quant_mode='dynamic')"
+    script = f"import torch, torch_npu; y, scale = {call}; print(y.tolist(), scale.tolist())"
+    done = run("run", "--", sys.executable, "-c", script)
+    assert done.stderr.rstrip().endswith(
+        "aclnnGeluQuant is not emulated; `ascend-emulator coverage` lists what is; fix: say what it"
+        " computes, in a file of Python or C++ that ASCEND_EMULATOR_OPERATORS names"
+        " (docs/custom-operators.md)"
+    )
+    (tmp_path / "own.py").write_text(
+        textwrap.dedent("""
+            import torch
+            from torch import Tensor
+
+            def aclnnGeluQuant(x: Tensor, scale: Tensor | None, offset: Tensor | None,
+                               approximate: str, mode: str, rounding: str, dtype: int,
+                               y: Tensor, out_scale: Tensor):
+                value = torch.nn.functional.gelu(x.float(), approximate=approximate)
+                out_scale.copy_(value.abs().amax(-1) / 127)
+                y.copy_((value / out_scale[:, None]).round())
+        """)
+    )
+    own = str(tmp_path / "own.py")
+    done = run("run", "--", sys.executable, "-c", script, ASCEND_EMULATOR_OPERATORS=own)
+    gelu = torch.nn.functional.gelu(torch.ones(1)).item()
+    y, scale = done.stdout.removesuffix("\n").split("]] ")
+    assert y == "[[127, 127, 127, 127], [127, 127, 127, 127"
+    assert [float(each) for each in scale.strip("[]").split(",")] == pytest.approx([gelu / 127] * 2)

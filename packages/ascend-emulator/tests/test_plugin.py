@@ -93,22 +93,39 @@ def test_command_line_asks_for_it_before_any_conftest(suite):
 def test_a_number_that_is_none_is_answered_in_a_line(suite):
     done = suite("pass", ini="ascend_emulator_npus = one")
     assert done.returncode == 4
-    assert "ascend_emulator_npus is 'one'; supported: a number of NPUs, 0 to 64" in done.stderr
+    assert "ascend_emulator_npus is 'one'; supported: a number of NPUs, 0 for none" in done.stderr
     assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
 def test_unknown_chip_is_answered_in_a_line(suite):
     done = suite("pass", "--npus", "1", "--soc", "Ascend")
     assert done.returncode != 0
-    assert "unknown chip 'Ascend'; supported:" in done.stderr
+    assert "unknown chip 'Ascend'; did you mean" in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--npus", "99"], {}, "99 NPUs requested; supported: 1 to "),
+        (["--npus", "1"], {"ASCEND_EMULATOR_WITHOUT": "aclnnAddd"}, "did you mean aclnnAdd?"),
+        (["--npus", "1"], {"ASCEND_EMULATOR_FAULTS": "stram@1=hang"}, "did you mean stream?"),
+        (["--npus", "1"], {"ASCEND_EMULATOR_LEAK": "1"}, "did you mean ASCEND_EMULATOR_LEAKS?"),
+    ],
+)
+def test_wrong_names_and_numbers_are_answered(suite, arguments, environment, message):
+    done = suite("pass", *arguments, **environment)
+    assert done.returncode == 4
+    (line,) = [each for each in done.stderr.splitlines() if each]
+    assert line.startswith("ERROR: ")
+    assert message in line
+
+
 def test_strict_tests_have_poisoned_memory_and_an_adversary(suite):
-    names = ("POISON", "LEAKS", "ADVERSARY")
+    names = ("POISON", "LEAKS", "RACES", "ADVERSARY")
     body = (
         f"import os; assert [os.environ['ASCEND_EMULATOR_' + name] for name in {names}] =="
-        " ['1'] * 3"
+        " ['1'] * 4"
     )
     passed(suite(body, "--npus", "1", "--npu-strict"))
 

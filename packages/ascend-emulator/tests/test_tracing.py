@@ -76,7 +76,7 @@ def test_a_line_that_is_being_written_is_left_out(trace, tmp_path):
 
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "other").write_text("{")
-    assert main(["trace", str(tmp_path / "other")]) == 1
+    assert main(["trace", str(tmp_path / "other")]) == 2
     assert "is not a trace of the emulator" in capsys.readouterr().err
 
 

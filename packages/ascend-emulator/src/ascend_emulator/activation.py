@@ -8,14 +8,15 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
-from ascend_emulator import build, cann_names, laws, limits, operators
+from ascend_emulator import build, cann_names, coverage, laws, limits, operators, variables
 from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
 DEFAULT_SOC = "Ascend910B1"
+MOST_NPUS = 64  # With a torch_npu that does not say for how many it is compiled.
 # CANN's Python binding, a top-level module as in CANN.
 _PYACL = str(Path(__file__).with_name("pyacl"))
 # npu-smi, msprof
@@ -46,15 +47,15 @@ def _default_memory(capacity: int, npus: int) -> int:
 
 
 STRICT = (
-    "poison device memory, report leaks at exit, and run tasks in the order of --adversary (seed 1"
-    " unless given)"
+    "poison device memory, report leaks at exit, name races of the host with copies, and run tasks"
+    " in the order of --adversary (seed 1 unless given)"
 )
 
 
 def set_strict(environ: MutableMapping[str, str]) -> None:
     """Set the variables in ``environ`` that find bugs which an NPU may hide; those that are set
     already are kept."""
-    for name in ("POISON", "LEAKS", "ADVERSARY"):
+    for name in ("POISON", "LEAKS", "RACES", "ADVERSARY"):
         environ.setdefault(f"ASCEND_EMULATOR_{name}", "1")
 
 
@@ -65,30 +66,21 @@ GENERIC = {
     "MKL_CBWR": "COMPATIBLE",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
-# Pattern of ASCEND_EMULATOR_NAME by NAME, and a description of what it allows.
-SWITCH = ("0|1", "0 and 1")
-VALUES = {
-    "POISON": SWITCH,
-    "LEAKS": SWITCH,
-    "NULL": SWITCH,
-    "ADVERSARY": (r"\d+", "a number"),
-    "NUMERICS": (
-        r"generic|(generic,)?jitter:\d+|jitter:\d+,generic",
-        "generic, jitter:SEED, or both separated by a comma",
-    ),
-    "TIME": ("modelled", "modelled"),
-}
 MODELLED = "; times of events, profiles and traces are modelled"
 
 
-def _check_variables(environ: Mapping[str, str]) -> None:
-    for name, (form, allowed) in VALUES.items():
-        value = environ.get(f"ASCEND_EMULATOR_{name}", "")
-        if value and not re.fullmatch(form, value):
-            raise ValueError(
-                f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or"
-                " unset it"
-            )
+def most_npus() -> int:
+    """The NPUs that a process can use: those that the installed torch_npu is compiled for.
+
+    Raises:
+        BuildError: torch_npu is not installed.
+    """
+    header = cann_names.package_dir("torch_npu") / "include/torch_npu/csrc/core/npu/NPUMacros.h"
+    try:
+        found = re.search(r"define\s+C10_COMPILE_TIME_MAX_NPUS\s+(\d+)", header.read_text())
+    except OSError:
+        return MOST_NPUS
+    return int(found[1]) if found else MOST_NPUS
 
 
 def set_environment(
@@ -107,11 +99,15 @@ def set_environment(
 
     Raises:
         BuildError: the libraries could not be compiled.
-        ValueError: ``npus``, ``soc``, ``memory`` or ``driver`` is out of range, or ``times`` cannot
-            be used.
+        ValueError: ``npus``, ``soc``, ``memory`` or ``driver`` is out of range, a variable of the
+            emulator is wrong, or ``times`` cannot be used.
     """
-    if not 1 <= npus <= 64:
-        raise ValueError(f"{npus} NPUs requested; 1 to 64 are supported")
+    most = most_npus()
+    if not 1 <= npus <= most:
+        raise ValueError(
+            f"{npus} NPUs requested; supported: 1 to {most}, for which the installed torch_npu is"
+            " compiled"
+        )
     if driver and not re.fullmatch(r"\d+\.\d+(\.\w+)*", driver):
         raise ValueError(f"driver version {driver!r}; use a form such as 25.5.1 or 24.1.rc3")
     if driver:
@@ -125,7 +121,7 @@ def set_environment(
         known = laws.measured(model, records)
         source += f" by times measured on {title(report)}"
     size = _default_memory(model.memory, npus) if memory is None else memory
-    _check_variables(environ)
+    variables.check(environ)
     numerics = environ.get("ASCEND_EMULATOR_NUMERICS", "")
     if "generic" in numerics:
         environ.update(GENERIC)
@@ -138,6 +134,7 @@ def set_environment(
         paths.append(
             str(custom / "op_api" / "lib")
         )  # For callers that look it up only by its name.
+        environ["ASCEND_EMULATOR_CUSTOM"] = ",".join(operators.names(custom))
     _prepend(environ, "LD_LIBRARY_PATH", *paths)
     _prepend(environ, "PATH", *_PROGRAMS)
     _prepend(environ, "PYTHONPATH", _PYACL)
@@ -162,6 +159,10 @@ def set_environment(
         _prepend(environ, "LD_PRELOAD", *sanitizers)
         for name, options in build.SANITIZER_OPTIONS.items():
             environ.setdefault(name, options)
+    if any(environ.get(f"{variables.PREFIX}{name}") for name in variables.NAMES) and (
+        wrong := coverage.ask("ascend_emulator_complaint", environ)
+    ):
+        raise ValueError(wrong)
     name = model.name if model.correlated else f"{model.name}, not correlated with hardware"
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
@@ -188,7 +189,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     imported.
 
     Args:
-        npus: number of NPUs, 1 to 64.
+        npus: number of NPUs, 1 to ``most_npus()``.
         soc: chip, a key of ``ascend_emulator.chips.chips()``.
         memory: bytes of device memory per NPU; default: the chip's, or less if this machine has
             less.

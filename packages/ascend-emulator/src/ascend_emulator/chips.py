@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_emulator import toml
+from ascend_emulator.variables import did_you_mean
 
 SEPARATE = ("name", "memory", "correlated", "lacks")
 """Fields that the library reads elsewhere, or not at all."""
@@ -121,7 +122,9 @@ def chip(name: str) -> Chip:
         each for key, each in chips().items() if wanted in (_printed(key), _printed(each.name))
     )
     if (known := next(found, None)) is None:
-        raise ValueError(f"unknown chip {name!r}; supported: {', '.join(chips())}")
+        raise ValueError(
+            f"unknown chip {name!r}{did_you_mean(name, chips())}; supported: {', '.join(chips())}"
+        )
     return known
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -42,23 +43,38 @@ class EntryPoint:
         return self.effect if self.effect in ("computed", "refuses") else "bookkeeping"
 
 
-@cache
-def _registry() -> dict[str, tuple[str, str, str]]:
-    """Name to (family, effect, why), read in a separate process, because the library needs torch's
-    libraries."""
+def ask(function: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The text that a function of the emulator's library returns, in a process of its own, because
+    the library needs torch's libraries.
+
+    Args:
+        environ: the variables of that process.
+    """
     script = (
         "import ctypes, sys\n"
-        "for path in sys.argv[1:]: library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)\n"
-        "library.ascend_emulator_registry.restype = ctypes.c_char_p\n"
-        "print(library.ascend_emulator_registry().decode())"
+        "for path in sys.argv[2:]: library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)\n"
+        "function = getattr(library, sys.argv[1])\n"
+        "function.restype = ctypes.c_char_p\n"
+        "print(function().decode())"
     )
     libraries = build.library_dir()
     paths = [build.torch_dir() / "lib" / "libtorch_cpu.so", libraries / f"lib{build.CORE}.so"]
-    listing = subprocess.run(
-        [sys.executable, "-c", script, *map(str, paths)], check=True, capture_output=True, text=True
-    ).stdout
+    return subprocess.run(
+        [sys.executable, "-c", script, function, *map(str, paths)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=dict(environ),
+    ).stdout.strip()
+
+
+@cache
+def _registry() -> dict[str, tuple[str, str, str]]:
+    """Name to (family, effect, why)."""
+    listing = ask("ascend_emulator_registry")
     lines = (line.split(" ", 3) for line in listing.splitlines() if line)
-    return {name: (family, effect, why) for name, family, effect, why in lines}
+    # The reason is missing where strip() took the last line's blank.
+    return {name: (family, effect, "".join(why)) for name, family, effect, *why in lines}
 
 
 def entry_points() -> list[EntryPoint]:

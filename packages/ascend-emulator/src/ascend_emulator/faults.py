@@ -17,7 +17,7 @@ from ascend_emulator import build
 
 KINDS = ("oom", "ecc", "uce", "hang", "timeout", "drop", "error=CODE")
 _FORM = re.compile(
-    r"[A-Za-z]\w*@[1-9]\d{0,8}\+?=(oom|ecc|uce|hang|timeout|drop|error=[1-9]\d{0,8})"
+    r"[A-Za-z](?:\w|::)*@[1-9]\d{0,8}\+?=(oom|ecc|uce|hang|timeout|drop|error=[1-9]\d{0,8})"
 )
 
 

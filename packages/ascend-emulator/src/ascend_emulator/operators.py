@@ -142,7 +142,7 @@ def _file(name: str) -> Path:
         path = Path(name).resolve()
         if path.suffix in (".cpp", ".cc", ".py") and path.exists():
             return path
-        raise build.BuildError(
+        raise ValueError(
             f"{VARIABLE}: {name} is not a C++ (.cpp, .cc) or Python (.py) file, or a module"
         )
     top, *rest = name.split(".")
@@ -157,7 +157,7 @@ def _file(name: str) -> Path:
     files += [Path(spec.origin)] if spec and spec.origin and not rest else []
     existing = next((path for path in files if path.is_file()), None)
     if existing is None:
-        raise build.BuildError(
+        raise ValueError(
             f"{VARIABLE} or entry point {GROUP}: there is no module {name}, and no"
             f" {name.replace('.', '/')}.cpp"
         )
@@ -169,7 +169,8 @@ def library(environ: Mapping[str, str]) -> Path | None:
     cached; None if there are none.
 
     Raises:
-        BuildError: a declared file or module is missing or wrong, or there is no compiler.
+        ValueError: a declared file or module is missing.
+        BuildError: it is wrong, or there is no compiler.
     """
     named = [name for name in re.split(r"[:,]", environ.get(VARIABLE, "")) if name]
     named += [
@@ -191,6 +192,13 @@ def library(environ: Mapping[str, str]) -> Path | None:
     return build.custom_library(
         native, STUBS + "".join(each.stub() for each in python), HEADERS, SONAME
     )
+
+
+def names(directory: Path) -> list[str]:
+    """The operators in the directory of library()."""
+    library = (directory / "op_api" / "lib" / SONAME).read_bytes()
+    found = re.findall(rb"\0(aclnn\w+)GetWorkspaceSize(?=\0)", library)
+    return sorted({name.decode() for name in found})
 
 
 def _where(name: str, path: Path) -> str:

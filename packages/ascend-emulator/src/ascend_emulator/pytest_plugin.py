@@ -42,7 +42,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     configured = early_config.getini("ascend_emulator_npus")
     if chosen.npus is None and not configured.isdecimal():
         raise pytest.UsageError(
-            f"ascend_emulator_npus is {configured!r}; supported: a number of NPUs, 0 to 64"
+            f"ascend_emulator_npus is {configured!r}; supported: a number of NPUs, 0 for none"
         )
     npus = chosen.npus if chosen.npus is not None else int(configured)
     if not npus:

@@ -274,15 +274,3 @@ def table() -> str:
     ]
     lines = text_tables.aligned(["rule", "basis", "source", "limits"], rows, names=4)
     return "\n".join(map(str.rstrip, lines))
-
-
-def checked(ids: list[str]) -> list[str]:
-    """The ids.
-
-    Raises:
-        ValueError: one is not a rule's.
-    """
-    for id in ids:
-        if id not in rules():
-            raise ValueError(f"there is no rule {id!r}; fix: `ascend-emulator rules` lists them")
-    return ids

@@ -88,13 +88,17 @@ def events(trace: Path) -> list[dict]:
     Raises:
         ValueError: invalid trace file.
     """
-    text = trace.read_text()
+    text = trace.read_text(errors="replace")
     if not text.rstrip().endswith("]"):
         text = text[: text.rfind("\n")].rstrip().removesuffix(",") + "]"
     try:
         trace_events = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{trace} is not a trace of the emulator: {error}") from None
+    if not isinstance(trace_events, list) or not all(
+        isinstance(event, dict) for event in trace_events
+    ):
+        raise ValueError(f"{trace} is not a trace of the emulator: it is no list of events")
     return [event for event in trace_events if event.get("ph") == "X"]
 
 

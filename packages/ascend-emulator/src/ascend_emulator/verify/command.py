@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ascend_emulator.variables import did_you_mean
 from ascend_emulator.verify import (
     child,
     collectives,
@@ -113,7 +114,10 @@ def selected(options: argparse.Namespace) -> list[Name]:
     sections = options.only.split(",")
     unknown = [section for section in sections if section not in report.SECTIONS]
     if unknown:
-        raise ValueError(f"unknown section {unknown[0]!r}; supported: {', '.join(report.SECTIONS)}")
+        raise ValueError(
+            f"unknown section {unknown[0]!r}{did_you_mean(unknown[0], report.SECTIONS)};"
+            f" supported: {', '.join(report.SECTIONS)}"
+        )
     names: dict[str, list[str]] = {
         section: [n for n, case in tables.cases(section).items() if case.quick or not options.quick]
         for section in ("operators", "refusals")
@@ -135,7 +139,9 @@ def selected(options: argparse.Namespace) -> list[Name]:
         if fnmatch.fnmatchcase(name, options.select)
     ]
     if not cases:
-        raise ValueError(f"no case of {options.only} matches {options.select!r}")
+        every = [name for section in sections for name in names.get(section, [])]
+        near = did_you_mean(options.select, every)
+        raise ValueError(f"no case of {options.only} matches {options.select!r}{near}")
     return [("environment", "environment"), *cases]
 
 
@@ -348,7 +354,7 @@ def main(options: argparse.Namespace) -> int:
         bad = [
             f"{path}: {problem}"
             for path in options.check
-            for problem in report.problems(json.loads(path.read_text()))
+            for problem in report.problems(report.parsed(path))
         ]
         print("\n".join(bad) or f"{len(options.check)} reports: correct")
         return 1 if bad else 0
@@ -356,6 +362,8 @@ def main(options: argparse.Namespace) -> int:
         options.only += ",launches"
         options.minutes += 5
     run = Run(selected(options), options)
+    if not os.access(folder := options.output.resolve().parent, os.W_OK):
+        raise ValueError(f"--output: {folder} is not a directory that this user can write")
     try:
         run.everything()
     except KeyboardInterrupt:

@@ -102,16 +102,25 @@ def text(report: Report) -> str:
     return "{\n" + "\n".join(lines) + '\n "cases": {\n' + ",\n".join(sections) + "\n }\n}\n"
 
 
+def parsed(path: Path) -> Any:
+    """What a file of JSON has.
+
+    Raises:
+        ValueError: the file is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(errors="replace"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
 def read(path: Path) -> Report:
     """A report from a file.
 
     Raises:
         ValueError: the file is not a report of this schema; the message has the first problem.
     """
-    try:
-        report = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    report = parsed(path)
     errors = problems(report, altered=False)
     if errors:
         raise ValueError(f"{path} is not a report: {errors[0]}")

@@ -10,8 +10,10 @@
 
 namespace emu {
 
-// Runs the body of an entry point, unless it is disabled or a fault is due.
-int intercepted(const char* name, c10::function_ref<void()> body) noexcept;
+// Runs the body of an entry point, unless it is disabled or a fault is due. `shown`: its name in
+// messages, where that is another.
+int intercepted(
+    const char* name, c10::function_ref<void()> body, const char* shown = nullptr) noexcept;
 
 // Parameter of an entry point: a pointer that may be null.
 template <class T> struct Nullable {

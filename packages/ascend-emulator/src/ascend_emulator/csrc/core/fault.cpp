@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 #include "fault.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -9,8 +10,8 @@
 #include <vector>
 
 #include "device.h"
+#include "names.h"
 #include "process.h"
-#include "registry.h"
 
 namespace emu::fault {
 
@@ -27,8 +28,6 @@ struct Faults {
   std::mutex mutex;
   std::vector<Fault> all;
   std::atomic<bool> any{std::getenv("ASCEND_EMULATOR_FAULTS") != nullptr};
-  std::string complaint;  // about the variable
-  std::once_flag once;
 };
 Faults& faults() { return process.part<Faults>(); }
 thread_local Kind left_to_do = Kind::none;
@@ -82,15 +81,22 @@ Fault parse(const std::string& text) {
       "the fault '", text, "': '", kind,
       "' is no kind; allowed: oom, ecc, uce, error=CODE, hang, timeout, drop");
 
-  const bool word = fault.name == "stream" || fault.name == "collective" || fault.name == "memory";
-  check(word || registered(fault.name.c_str()), kInvalidParam, "the fault '", text,
-      "': ", fault.name,
-      " is no entry point that is emulated, nor one of stream, collective, memory");
+  const std::vector<std::string> words = {"stream", "collective", "memory"};
+  const bool word = std::count(words.begin(), words.end(), fault.name) != 0;
+  if (!word && !names::emulated(fault.name)) {
+    check(!names::callable(fault.name), kInvalidParam, "the fault '", text, "': ", fault.name,
+        " is not emulated, and fails by itself");
+    raise(kInvalidParam,
+        {"the fault '", text, "': ", fault.name, " is no entry point, nor one of ", listed(words),
+            names::hint(fault.name, words), "; `ascend-emulator coverage` lists them"});
+  }
   const bool collective = fault.name == "collective" || is_collective(fault.name);
+  const bool is_operator = starts(fault.name, "aclnn") || starts(fault.name, "aclop::") ||
+                           starts(fault.name, "atb::") || starts(fault.name, "Atb");
   check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam,
       "the fault '", text, "': only a collective can ", kind);
   check((fault.kind == Kind::hang) == (fault.name == "stream") ||
-            (fault.kind == Kind::hang && (collective || starts(fault.name, "aclnn"))),
+            (fault.kind == Kind::hang && (collective || is_operator)),
       kInvalidParam, "the fault '", text,
       "': only a stream, an operator or a collective can hang, and a stream can do nothing else");
   return fault;
@@ -106,21 +112,8 @@ void inject(const std::string& list) {
   if (!parsed.empty()) faults().any = true;
 }
 
-// Reads ASCEND_EMULATOR_FAULTS at the first call, when all entry points are registered.
-void read_environment() {
-  std::call_once(faults().once, [] {
-    try {
-      if (const char* list = std::getenv("ASCEND_EMULATOR_FAULTS")) inject(list);
-    } catch (const Error& error) {
-      faults().complaint = text("ASCEND_EMULATOR_FAULTS: ", error.what());
-    }
-  });
-  check_emulated(faults().complaint.empty(), kInvalidParam, faults().complaint);
-}
-
 // Counts the call and returns the fault that is due, if any.
 Fault due(const char* name) {
-  read_environment();
   std::lock_guard lock(faults().mutex);
   Fault found;
   for (auto& fault : faults().all) {
@@ -132,6 +125,13 @@ Fault due(const char* name) {
 }
 
 }  // namespace
+
+std::string read_environment() {
+  try {
+    if (const char* list = std::getenv("ASCEND_EMULATOR_FAULTS")) inject(list);
+    return "";
+  } catch (const Error& error) { return text(error.what(), " (ASCEND_EMULATOR_FAULTS)"); }
+}
 
 bool armed() { return faults().any.load(std::memory_order_relaxed); }
 
@@ -172,6 +172,5 @@ EXPORT void ascend_emulator_clear_faults() {
   auto& faults = emu::fault::faults();
   std::lock_guard lock(faults.mutex);
   faults.all.clear();
-  faults.complaint.clear();
   faults.any = false;
 }

@@ -6,9 +6,13 @@
 // point, `NAME@N+=KIND` that and every later one; each process counts calls from the injection.
 #pragma once
 
+#include <string>
+
 namespace emu::fault {
 
 bool armed();
+// Injects the faults of the variable, once (names.h); returns what is wrong with one.
+std::string read_environment();
 
 // Called by each entry point: throws if a fault is due.
 void at(const char* name);

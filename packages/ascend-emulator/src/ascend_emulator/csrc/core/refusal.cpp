@@ -13,6 +13,7 @@
 #include "device.h"
 #include "entry_point.h"
 #include "fault.h"
+#include "names.h"
 
 namespace emu {
 namespace {
@@ -27,11 +28,15 @@ bool lacking(const char* name) {
 
 int refuse(const char* name) {
   const char* soc = std::getenv("ASCEND_EMULATOR_SOC");
+  const bool is_aclnn = std::strncmp(name, "aclnn", 5) == 0;
   const int status = fail(kUnsupported,
       lacking(name) ? text(name, " is not an operator of ", soc ? soc : "this chip",
                           ", by torch_npu's documentation.")
-                    : text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
-  return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
+                    : text(name, " is not emulated; `ascend-emulator coverage` lists what is",
+                          is_aclnn ? "; fix: say what it computes, in a file of Python or C++ that "
+                                     "ASCEND_EMULATOR_OPERATORS names (docs/custom-operators.md)"
+                                   : ""));
+  return is_aclnn || of_atb(name) ? operator_done(name, status) : status;
 }
 
 long refuse_value(const char* name) {
@@ -84,9 +89,11 @@ void check_queue(int device) {
   }
 }
 
-int intercepted(const char* name, c10::function_ref<void()> body) noexcept {
-  if (removed(name)) return refuse(name);
-  return guarded(name, [&] {
+int intercepted(const char* name, c10::function_ref<void()> body, const char* shown) noexcept {
+  static const bool ready = names::complaint().empty();
+  if (ready && removed(name)) return refuse(name);
+  return guarded(shown ? shown : name, [&] {
+    check_emulated(ready, kInvalidParam, names::complaint());
     if (fault::armed()) [[unlikely]]
       fault::at(name);
     body();

@@ -40,10 +40,8 @@ const Names& removals() {
   static const Names names = [] {
     Names out;
     // what the user disabled, and what the chip does not have (chips.toml)
-    for (const char* variable : {"ASCEND_EMULATOR_WITHOUT", "ASCEND_EMULATOR_LACKS"}) {
-      std::stringstream list(std::getenv(variable) ? std::getenv(variable) : "");
-      for (std::string name; std::getline(list, name, ',');) out.insert(name);
-    }
+    for (const char* variable : {"ASCEND_EMULATOR_WITHOUT", "ASCEND_EMULATOR_LACKS"})
+      for (const auto& name : split(variable, ',')) out.insert(name);
     return out;
   }();
   return names;
@@ -93,6 +91,23 @@ bool removed(const char* name) {
 }
 
 bool registered(const char* name) { return entries().count(name) != 0; }
+
+std::vector<std::string> registered_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, _] : entries()) names.push_back(name);
+  return names;
+}
+
+std::vector<std::string> split(const char* variable, char separator) {
+  const char* value = std::getenv(variable);
+  std::stringstream list(value ? value : "");
+  std::vector<std::string> parts;
+  for (std::string part; std::getline(list, part, separator);) {
+    const auto first = part.find_first_not_of(' '), last = part.find_last_not_of(' ');
+    if (first != std::string::npos) parts.push_back(part.substr(first, last - first + 1));
+  }
+  return parts;
+}
 
 }  // namespace emu
 

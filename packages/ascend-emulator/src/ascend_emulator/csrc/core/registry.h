@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace emu {
 
@@ -29,8 +30,12 @@ void note(const char* name);
 // Whether the user disabled this entry point (ASCEND_EMULATOR_WITHOUT=name,name…).
 bool removed(const char* name);
 
-// Whether this entry point is implemented.
+// Whether this entry point is implemented; the names of all.
 bool registered(const char* name);
+std::vector<std::string> registered_names();
+
+// The parts of a variable's value.
+std::vector<std::string> split(const char* variable, char separator);
 
 // Name of the nth parameter of a list as in the source: "bias" is number 1 of "(Tensor self,
 // Opt<Tensor> bias, Tensor out)".

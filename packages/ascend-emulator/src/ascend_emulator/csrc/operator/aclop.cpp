@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/device.h"
+#include "core/fault.h"
 #include "core/trace.h"
 #include "graph_op.h"
 
@@ -134,7 +135,7 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
   if (found == table().end()) return refuse_aclop(op_type);
   auto& op = *found->second;
   auto task = std::make_unique<aclOpExecutor>();
-  const int status = intercepted(op.type, [&] {
+  const auto take = [&] {
     c10::InferenceMode off(false);  // as in aclCreateTensor
     GraphCall call;
     std::vector<Fractal> packed;
@@ -156,7 +157,9 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
       for (const auto& each : packed) each.pack();
       note(entry);
     };
-  });
+    if (fault::armed()) task->hangs = fault::pending() == fault::Kind::hang;
+  };
+  const int status = intercepted(op.info.name, take, op.type);
   return status ? operator_done(op.type, status)
                 : launch(op.type, hand_out(std::move(task)), stream);
 }
