@@ -269,8 +269,8 @@ print(len(graphs), get_cann_version("DRIVER") or "unknown", failure)
 def test_driver_versions_are_checked(run):
     done = run("run", "--driver", "new", "--", "true")
     assert (done.returncode, done.stderr) == (
-        1,
-        "driver version 'new'; use a form such as 25.5.1 or 24.1.rc3\n",
+        2,
+        "ascend-emulator run: driver version 'new'; use a form such as 25.5.1 or 24.1.rc3\n",
     )
 
 
