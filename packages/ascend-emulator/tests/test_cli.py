@@ -195,7 +195,7 @@ def test_version(run):
         ("POISON", "yes", "0 and 1"),
         ("ADVERSARY", "-1", "a number"),
         ("NUMERICS", "avx2", "generic, jitter:SEED, or both separated by a comma"),
-        ("SANITIZE", "adress", "address,undefined, and thread"),
+        ("SANITIZE", "address,thread", "address,undefined, and thread"),
     ],
 )
 def test_values_of_variables_are_checked(run, name, value, allowed):

@@ -83,7 +83,7 @@ def test_device_memory_is_named_before_the_process_ends(program, access, verb, h
     assert done.stderr.count("Fatal Python error: Segmentation fault") == len(handler)
 
 
-def test_where_nothing_is_allocated_and_a_handler_that_came_later(program):
+def test_where_nothing_is_allocated_with_a_later_handler(program):
     """It is called too, once: its way to end the process is to send the signal again."""
     later = "import faulthandler; faulthandler.enable(); acl.aclrtFree(npu)\n"
     later += "made(acl.aclrtMalloc, c_size_t(N >> 1), 0)\n"

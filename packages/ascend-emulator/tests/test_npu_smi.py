@@ -80,8 +80,8 @@ def test_other_queries_are_refused_in_a_line(run, arguments, message):
     assert done.stderr.splitlines()[-1].startswith(message)
 
 
-# What verl (utils/device.py), vllm-ascend (worker.py, cpu_binding.py), MindFormers
-# (is_support_lccl), LMDeploy's and others' scripts ask, and how they read it.
+# Queries of verl (utils/device.py), vllm-ascend (worker.py, cpu_binding.py), MindFormers
+# (is_support_lccl) and of others, as they read the answers.
 QUERIES = {
     "verl, driver": "npu-smi info -t board -i 1 | grep 'Software Version' | cut -d: -f2",
     "verl, toolkit": (
@@ -94,7 +94,6 @@ QUERIES = {
     "lccl": "npu-smi info -t topo | sed /Legend/q | grep -c HCCS",
     "idle": "npu-smi info -t proc-mem -i 0 | grep -c 'No process in device'",
     "fault diagnosis": "npu-smi info -t common -i 0 | grep 'Aicore Usage' | cut -d: -f2",
-    "mindedge": "npu-smi info -t product -i 0 | grep 'Product Type' | cut -d: -f2",
     "power": "npu-smi info -t power -i 0 | grep 'Power' | cut -d: -f2",
     "temperature": "npu-smi info -t temp -i 0 -c 0 | grep 'Temperature' | cut -d: -f2",
     "busy": "npu-smi info -t usages -i 0 | grep 'HBM Usage' | awk '{print $5}'",
@@ -125,7 +124,6 @@ def test_public_projects_read_their_answers(run):
         "lccl": "2",
         "idle": "1",
         "fault diagnosis": "0",
-        "mindedge": "910B4",
         "power": "0.0",
         "temperature": "0",
         "busy": "0",

@@ -249,7 +249,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _text(options: argparse.Namespace) -> str:
-    """What a subcommand prints."""
+    """Output of a subcommand."""
     if options.action == "build":
         return str(build.library_dir())
     if options.action == "rules":

@@ -16,7 +16,7 @@ import sys
 # streams, as those of the library do then.
 VERSION = os.environ.get("ASCEND_EMULATOR_DRIVER") or "25.5.0"
 TOPICS = (
-    *("board", "common", "health", "memory", "power", "proc-mem", "product", "temp", "topo"),
+    *("board", "common", "health", "memory", "power", "proc-mem", "temp", "topo"),
     "usages",
 )
 WIDE, THREE = "+" + "-" * 96 + "+", "+" + "+".join("-" * width for width in (27, 15, 52)) + "+"
@@ -121,7 +121,6 @@ def topic(what: str, npu: int, name: str, memory: int) -> str:
         ],
         "power": [power, ("Chip ID", 0)],
         "temp": [("NPU Temperature (C)", 0), ("Chip ID", 0)],
-        "product": [("Product Name", "emulated"), ("Product Type", name), ("Chip ID", 0)],
     }
     if what == "proc-mem":
         return f"{_rows([*head, ('Chip Count', 1)])}\n\n\tNo process in device.\n{_rows([('Chip ID', 0)])}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The environment variables ``ASCEND_EMULATOR_…``: which there are, and what they allow. A misspelled
-one would have no effect, and a test that relies on it would pass for ever."""
+one would have no effect, and a test that relies on it would always pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def problem(name: str, value: str) -> str:
-    """What is wrong with a value of ``ASCEND_EMULATOR_NAME``; empty if nothing is."""
+    """The fault of a value of ``ASCEND_EMULATOR_NAME``; empty if nothing is."""
     form, allowed = VALUES[name]
     return "" if re.fullmatch(form, value) else f"{value!r}; supported: {allowed}"
 

@@ -103,7 +103,7 @@ def text(report: Report) -> str:
 
 
 def parsed(path: Path) -> Any:
-    """What a file of JSON has.
+    """Content of a file of JSON.
 
     Raises:
         ValueError: the file is not JSON.
