@@ -109,7 +109,7 @@ def test_unknown_chip_is_answered_in_a_line(suite):
     [
         (["--npus", "99"], {}, "99 NPUs requested; supported: 1 to "),
         (["--npus", "1"], {"ASCEND_EMULATOR_WITHOUT": "aclnnAddd"}, "did you mean aclnnAdd?"),
-        (["--npus", "1"], {"ASCEND_EMULATOR_FAULTS": "streamm@1=hang"}, "did you mean stream?"),
+        (["--npus", "1"], {"ASCEND_EMULATOR_FAULTS": "sstream@1=hang"}, "did you mean stream?"),
         (["--npus", "1"], {"ASCEND_EMULATOR_LEAK": "1"}, "did you mean ASCEND_EMULATOR_LEAKS?"),
     ],
 )

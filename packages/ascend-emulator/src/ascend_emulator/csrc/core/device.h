@@ -92,13 +92,13 @@ class Device {
     std::optional<uint64_t> shared;  // its key in the arena
   };
   void count(uint64_t bytes);
-  [[noreturn]] void refuse(uint64_t bytes, const char* why = "");  // there is no room
+  [[noreturn]] void refuse(uint64_t bytes, const char* why = "");  // memory is exhausted
 
   std::mutex mutex_;
   uintptr_t base_;
   uint64_t capacity_;
   uint64_t used_ = 0, most_ = 0;
-  uint64_t refused_ = 0;  // bytes of the latest allocation for which there was no room
+  uint64_t refused_ = 0;  // bytes of the latest allocation that was refused
   bool told_ = false;     // of exhausted memory
   void* memory_error_ = nullptr;
   std::map<uintptr_t, uint64_t> free_;  // address -> bytes, coalesced

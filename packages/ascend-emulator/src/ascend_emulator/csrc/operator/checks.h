@@ -55,7 +55,8 @@ void contiguous(const char* argument, const at::Tensor& tensor);
 // Each index lies in [0, size), or is the value `ignored`.
 void check_indices(const char* argument, const at::Tensor& indices, int64_t size,
     std::optional<int64_t> ignored = {});
-// Runs a function of ATen that refuses other indices, in words that lack the index or the size.
+// Runs a function of ATen that refuses other indices, with a message that lacks the index or the
+// size.
 void with_index(const char* argument, const at::Tensor& indices, int64_t size,
     c10::function_ref<void()> run, std::optional<int64_t> ignored = {});
 
