@@ -39,7 +39,9 @@ def cases(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """The model, and the case with all constraints and the one with budgets."""
     model, config = speculation.methods(directory)["EAGLE" if drafter == "none" else drafter]
-    engine = COMMON | MEMORY[memory] | ({} if is_async else {"async_scheduling": False})
+    engine: dict[str, Any] = (
+        COMMON | MEMORY[memory] | ({} if is_async else {"async_scheduling": False})
+    )
     if drafter != "none":
         engine["speculative_config"] = config
     constrained = ["generate", constraints.requests(model, drafter != "none")]

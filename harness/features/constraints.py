@@ -18,7 +18,9 @@ from harness.models import small as small_models
 
 BUDGETS = [None, None, 0, 1, 2, 5, 9, 40]
 START, END = "<", "so>"
-THINKING = {"reasoning_config": {"reasoning_start_str": START, "reasoning_end_str": END}}
+THINKING: dict[str, Any] = {
+    "reasoning_config": {"reasoning_start_str": START, "reasoning_end_str": END}
+}
 EOS = 1
 STOPS = list(range(2, 60))
 CONSTRAINTS: list[dict[str, Any]] = [

@@ -31,7 +31,7 @@ class Chunk:
         slots: int64 ``[tokens]``, their KV cache slots.
         rows: of the requests' queries.
         lengths: cumulative query lengths and sequence lengths of the requests, in the kernel's
-        form.
+            form.
     """
 
     slots: torch.Tensor

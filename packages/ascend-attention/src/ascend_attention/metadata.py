@@ -84,8 +84,8 @@ class FusedAttentionMetadata(AttentionMetadata):
             does not know the exact sequence lengths.
         mm_prefix_range: images. vLLM's Gemma 4 sets it to None for layers without.
         long: requests behind the first ``num_single`` tokens, for which the kernel takes no pages
-        (``unpaged.LongRequests``); ``lengths`` and ``block_table`` are those of the others, but with
-        an int8 KV cache of all.
+            (``unpaged.LongRequests``); ``lengths`` and ``block_table`` are those of the others, but
+            with an int8 KV cache of all.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]

@@ -165,7 +165,7 @@ def with_context(
     Args:
         query: ``[tokens, heads, head_size]``.
         attended: output in float32 and softmax_lse ``[rows, heads, 1]`` of the rows from ``start``
-        on; minus infinity for nothing yet.
+            on; minus infinity for nothing yet.
         heads: the kernel's arguments for the heads.
     """
     output, softmax_lse = attended

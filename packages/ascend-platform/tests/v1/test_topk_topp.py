@@ -95,7 +95,7 @@ def test_seed_and_position_decide_without_the_other_rows(stepping):
         got = sample(stepping, only, seeds[row : row + 1], positions[row : row + 1])
         assert got == together[row : row + 1]
         beside = [torch.cat([each, each]) for each in only]
-        beside[1][1] = 1500  # a neighbour with a k that the operator ignores
+        beside[1][1] = 1500  # The operator ignores the k of the other row.
         wide = sample(stepping, beside, [seeds[row], None], [positions[row], 9])
         assert wide[0] == together[row]
     drawn = {sample(stepping, rows, seeds, [at] * 4)[0] for at in range(12)}

@@ -172,7 +172,7 @@ class _Rows(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """What marks tokens with a watermark; see ``rejection_sample``.
+    """The marks of tokens with a watermark; see ``rejection_sample``.
 
     Attributes:
         skipped: which logits' contexts are repeated, bool ``[logits]``; None if that is not asked.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Token ids of prompts that are given as embeddings, which nobody knows.
+"""Token ids of prompts that are given as embeddings, which are not known.
 
 vLLM keeps the rows of ended requests in ``InputBatch.token_ids_cpu``, and writes no ids for
 embeddings. What reads a row would find the tokens of an earlier request, or -1, the placeholder of

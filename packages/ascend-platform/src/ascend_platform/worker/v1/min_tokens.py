@@ -71,15 +71,15 @@ def _mask(
     if not pairs:
         return logits
     table = async_tensor_h2d(np.array(pairs, np.int64).T.copy(), device=logits.device)
-    row, element, limit, is_structured = table.unbind()
+    row_of, element, limit_of, has_grammar = table.unbind()
     # Logits without the padding of the vocabulary are not contiguous.
     flat = logits.as_strided(((len(logits) - 1) * stride + logits.shape[1],), (1,))
     given = flat.index_select(0, element)
-    is_short = positions.index_select(0, row) < limit
+    is_short = positions.index_select(0, row_of) < limit_of
     masked = given.masked_fill(is_short, -torch.inf)
     flat.index_copy_(0, element, masked)
     if any(structured for *_, structured in pairs):
-        is_empty = logits.amax(-1).isneginf().index_select(0, row)
-        kept = torch.where(is_empty & (is_structured > 0), given, masked)
+        is_empty = logits.amax(-1).isneginf().index_select(0, row_of)
+        kept = torch.where(is_empty & (has_grammar > 0), given, masked)
         flat.index_copy_(0, element, kept)
     return logits

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-class NPUModelRunner(
+class NPUModelRunner(  # type: ignore[misc]  # sample_tokens, whose decorator has no types
     LocalArgmaxMixin,
     SamplingStepMixin,
     EmbeddedPromptsMixin,

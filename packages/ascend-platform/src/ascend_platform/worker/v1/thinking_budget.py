@@ -96,7 +96,7 @@ def force(
 
     Args:
         logits: float32 ``[rows, vocab_size]``, written; one row for each request, or for each draft
-        token.
+            token.
         predict_bonus_token: whether the rows are those after all draft tokens.
         spec_token_ids: draft tokens of each request.
     """

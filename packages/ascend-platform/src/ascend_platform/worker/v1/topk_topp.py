@@ -106,8 +106,9 @@ class NPUTopKTopPSampler(torch.nn.Module):
         dtype = torch.float64 if self.uses_float64 else torch.float32
         if len(seeds.rows) == count:
             return noise.of_hashes(seeds.hashes, step.positions, vocab_size).to(dtype)
-        chosen = (each.index_select(0, seeds.rows) for each in (seeds.hashes, step.positions))
-        seeded = noise.of_hashes(*chosen, vocab_size).to(dtype)
+        hashes = seeds.hashes.index_select(0, seeds.rows)
+        positions = step.positions.index_select(0, seeds.rows)
+        seeded = noise.of_hashes(hashes, positions, vocab_size).to(dtype)
         return noise.unseeded(logits, self.uses_float64).index_copy_(0, seeds.rows, seeded)
 
 

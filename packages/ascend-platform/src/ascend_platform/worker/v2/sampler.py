@@ -103,11 +103,14 @@ class NPUSampler(Sampler):
         """Like the base method, but mask with the operator, as :meth:`_sample_random` does: the
         mask of a request does not depend on whether the step has draft tokens."""
         mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
-        logits = super().apply_sampling_params(logits, *mappings, *arguments, skip_top_k_top_p=True)
+        logits = super().apply_sampling_params(  # type: ignore[misc]
+            logits, *mappings, *arguments, skip_top_k_top_p=True
+        )
         if skip_top_k_top_p or not self.needs_logits_processing[idx_mapping_np].any():
             return logits
         states = self.sampling_states
-        k, p, *_ = states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np, logits.shape[1])
+        rows = expanded_idx_mapping, idx_mapping_np, logits.shape[1]
+        k, p, *_ = states.get_top_k_top_p(*rows)  # type: ignore[call-arg]
         return topk_topp.mask(logits, k, p, states.top_k.np[idx_mapping_np])
 
     def _sample_random(
