@@ -121,9 +121,9 @@ def test_child_processes_compute_too(run):
     ("arguments", "status", "message"),
     [
         (
-            ["run", "--soc", "910B2", "--", "true"],
+            ["run", "--soc", "Ascend910B7", "--", "true"],
             2,
-            "run: unknown chip '910B2'; did you mean Ascend910B2?; supported: Ascend910B1, ",
+            "run: unknown chip 'Ascend910B7'; did you mean Ascend910B4?; supported: Ascend910B1, ",
         ),
         (["run"], 2, "no command given; add it after --"),
         (["run", "--npus", "2"], 2, "no command given"),
