@@ -140,7 +140,8 @@ def test_broken_rules_are_counted_at_exit(run):
 def test_unknown_rule_is_named(run):
     done = run("run", "--allow", "dynamic_quant.colour", "--", "true")
     assert done.stderr == (
-        "there is no rule 'dynamic_quant.colour'; fix: `ascend-emulator rules` lists them\n"
+        "ascend-emulator run: there is no rule 'dynamic_quant.colour' (ASCEND_EMULATOR_ALLOW); did you"
+        " mean dynamic_quant.chip?; `ascend-emulator rules` lists them\n"
     )
     assert re.search(
         r"^dynamic_quant\.x-rank +documented +torch_npu 2\.13 ", run("rules").stdout, re.M
