@@ -65,7 +65,7 @@ def test_cases_that_break_rules_have_processes_of_their_own():
     """Whether they compute is in test_report_of_the_emulator_is_complete_and_right."""
     found = {rule for case in tables.cases("operators").values() for rule in case.allows}
     assert {"dequant_swiglu_quant.columns", "fused_infer_large_heads.pages"} <= found
-    assert sorted(rules.checked(found)) == sorted(found)
+    assert found <= rules.rules().keys()
     name = "npu_scatter_pa_kv_cache-padded"
     batches = list(command._batches([("operators", "npu_swiglu/float32"), ("operators", name)]))
     variables = [command._environment(batch).get("ASCEND_EMULATOR_ALLOW", "") for batch in batches]
