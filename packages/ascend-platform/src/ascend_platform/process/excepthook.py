@@ -21,7 +21,7 @@ from types import FrameType
 from ascend_platform import host
 from ascend_platform.errors import Problem
 from ascend_platform.plugins import builds, requirements
-from ascend_platform.process import checks, explanations, failures, startup
+from ascend_platform.process import checks, explanations, failures
 
 _last = ""
 TRACKER_PATIENCE = 2.0  # seconds
@@ -65,7 +65,6 @@ def install() -> None:
     failures.forget()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    startup.skip_last_collection()
     # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py).
     # The handler registered first, before torch_npu is imported, runs last.
     atexit.register(_print_last)

@@ -27,6 +27,7 @@ def run() -> None:
     if os.environ.get(SWITCH) != "0" and runs_vllm(sys.orig_argv):
         from ascend_platform.process import early_engine, excepthook
 
+        skip_last_collection()
         excepthook.install()
         early_engine.start()
         # It measures, and configures no engine for collect_garbage_as_before().
