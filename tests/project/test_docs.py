@@ -101,7 +101,7 @@ def test_every_variable_of_the_emulator_is_explained() -> None:
     # How `ascend-emulator run` hands its own options to the libraries.
     internal = {
         f"ASCEND_EMULATOR_{name}"
-        for name in ("CHIP", "LACKS", "LAWS", "MEMORY", "NPUS", "SOC", "WITHOUT")
+        for name in ("CHIP", "CUSTOM", "LACKS", "LAWS", "MEMORY", "NPUS", "SOC", "WITHOUT")
     }
     page = (DOCS / "emulator-options.md").read_text()
     assert len(used) > 10
