@@ -166,7 +166,9 @@ void Stream::perform(Task& task) {
     // Arguments were checked at the call, so these are values and memory that no device checks.
     const bool computes = task.kind != Kind::host && task.kind != Kind::wait;
     auto error = computes ? classified(error_of(e), kUndefined) : error_of(e);
-    if (computes && is_asynchronous() && ends_with(error.what(), kUndefined))
+    // The node of a graph is named already, and has no call but the replay.
+    const bool is_late = computes && task.kind != Kind::graph && is_asynchronous();
+    if (is_late && ends_with(error.what(), kUndefined))
       error = Error(error.status, text(error.what(), kBlocking), true);
     const std::string reason = error.what();
     const bool passed_on = task.kind == Kind::wait || reason.rfind(task.name, 0) == 0;
