@@ -304,3 +304,19 @@ def test_excepthook_is_installed_for_vllm_commands_only():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "True"
+
+
+def test_children_are_silent_about_exits_in_destructors():
+    """Those that a handler of SIGTERM raises; other exceptions are shown."""
+    script = (
+        "from ascend_platform.process import startup; startup.run_child()\n"
+        "class Raises:\n"
+        "    def __init__(self, error): self.error = error\n"
+        "    def __del__(self): raise self.error\n"
+        "Raises(SystemExit()); Raises(ValueError('shown'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert "ValueError: shown" in done.stderr

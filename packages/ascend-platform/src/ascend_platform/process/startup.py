@@ -40,7 +40,15 @@ def run_child() -> None:
     for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get(SWITCH) != "0":
+        sys.unraisablehook = _show_unless_exit
         collect_garbage_rarely()
+
+
+def _show_unless_exit(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Python's hook, but silent about the SystemExit of vLLM's handler of SIGTERM
+    (``multiproc_executor.py``), which may arrive while a ``__del__`` runs."""
+    if unraisable.exc_type is not SystemExit:
+        sys.__unraisablehook__(unraisable)
 
 
 def collect_garbage_rarely() -> None:
