@@ -207,11 +207,6 @@ LARGE = 1 << 20  # The dry run uses smaller tensors.
             torch.int64,
             "aclnnLerp: \"lerp_kernel_tensor\" not implemented for 'Long'",
         ),
-        (
-            lambda x: x @ x.half(),
-            torch.float32,
-            "aclnnMatmul: dot : expected both vectors to have same dtype, but found Float and",
-        ),
     ],
 )
 def test_what_aten_says_about_dtypes_is_an_error_of_the_call(call, dtype, named, size):

@@ -90,7 +90,11 @@ struct Machine {
       std::abort();
     }
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
-    host_access::reserved(device_base, bytes);
+    const auto owner = [](const void* address) -> host_access::Owner {
+      const auto [first, length, npu] = allocation_at(address);
+      return {first, length, npu};
+    };
+    host_access::reserved(device_base, bytes, {owner, host_memory::allocated});
     virtual_memory::initialize(
         device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
     for (int i = 0; i < npus; ++i)

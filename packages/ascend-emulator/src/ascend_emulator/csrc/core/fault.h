@@ -11,7 +11,7 @@
 namespace emu::fault {
 
 bool armed();
-// Injects the faults of the variable, once (names.h); returns what is wrong with one.
+// Injects the faults of the variable, once (complaint.h); returns what is wrong with one.
 std::string read_environment();
 
 // Called by each entry point: throws if a fault is due.

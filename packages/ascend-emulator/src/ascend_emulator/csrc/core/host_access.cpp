@@ -18,8 +18,6 @@
 #include <mutex>
 #include <set>
 
-#include "device.h"
-#include "host_memory.h"
 #include "process.h"
 
 namespace emu::host_access {
@@ -42,6 +40,7 @@ struct Watcher {
   std::mutex mutex;  // of the handler's installation
   std::atomic<const struct sigaction*> before{nullptr};
   std::atomic<uintptr_t> base{0}, end{0};  // of the device addresses
+  Memory memory{};
   // Of Python, which has them exported in some versions; they write to a file and allocate nothing.
   void (*dump)(int, void*) = nullptr;
   const char* (*dump_all)(int, void*, void*) = nullptr;
@@ -159,9 +158,10 @@ const char* verb(Access access, const char* read, const char* write, const char*
 // A fault in pinned memory: opens it to the host, and reports the race unless only a neighbour in
 // the page was accessed. False if this is other memory.
 bool open_pinned(uintptr_t address, Access access) {
-  if (process.forked() && host_memory::allocated(reinterpret_cast<void*>(address)))
+  const auto locked = watcher().memory.page_locked;
+  if (!locked || !locked(reinterpret_cast<void*>(address))) return false;
+  if (process.forked())
     return mprotect(reinterpret_cast<void*>(page_of(address)), kPage, PROT_READ | PROT_WRITE) == 0;
-  if (!host_memory::allocated(reinterpret_cast<void*>(address))) return false;
   std::lock_guard lock(state().mutex);
   // None is left where another thread's fault opened the page.
   for (auto& each : state().pending) {
@@ -188,7 +188,7 @@ bool open_pinned(uintptr_t address, Access access) {
 // A fault in device memory, which ends the process.
 void report_device(uintptr_t address, Access access) {
   const auto* at = reinterpret_cast<const void*>(address);
-  const auto [start, bytes, npu] = allocation_at(at);
+  const auto [start, bytes, npu] = watcher().memory.owner(at);
   const auto site = python_line(true);
   std::string where = "where nothing is allocated";
   if (bytes)
@@ -255,7 +255,8 @@ __attribute__((destructor)) void report() {
 
 }  // namespace
 
-void reserved(uintptr_t base, uint64_t bytes) {
+void reserved(uintptr_t base, uint64_t bytes, const Memory& memory) {
+  watcher().memory = memory;
   watcher().base = base;
   watcher().end = base + bytes;
   watch();

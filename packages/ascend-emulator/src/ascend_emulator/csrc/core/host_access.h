@@ -13,8 +13,18 @@ namespace emu::host_access {
 // Puts the handler of SIGSEGV in front of those that were installed since, such as that of Python's
 // faulthandler, which gets what it does not explain. Called where memory is allocated.
 void watch();
+struct Owner {
+  uintptr_t first;
+  uint64_t bytes;  // 0: nothing is allocated there
+  int npu;
+};
+// Memory that the addresses belong to: the allocation of an NPU, and whether it is page-locked.
+struct Memory {
+  Owner (*owner)(const void* address);
+  bool (*page_locked)(const void* address);
+};
 // The reservation of device addresses, once.
-void reserved(uintptr_t base, uint64_t bytes);
+void reserved(uintptr_t base, uint64_t bytes, const Memory& memory);
 
 // Pinned memory that a copy writes, or reads.
 struct Range {

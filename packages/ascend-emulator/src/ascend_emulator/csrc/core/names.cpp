@@ -10,9 +10,7 @@
 #include <set>
 #include <sstream>
 
-#include "fault.h"
 #include "registry.h"
-#include "rules.h"
 #include "status.h"
 
 namespace emu::names {
@@ -49,26 +47,6 @@ std::string without_suffix(const std::string& name) {
   return name.ends_with(suffix) ? name.substr(0, name.size() - suffix.size()) : name;
 }
 
-// ATB's operators are disabled by name where the layout of their parameters is not known
-// (cann_names.atb_without_layout()): they may be of a later torch_npu.
-bool of_atb(const std::string& name) {
-  return name.starts_with("atb::") || name.starts_with("Atb");
-}
-
-std::string problem() {
-  for (const auto& name : split("ASCEND_EMULATOR_WITHOUT", ','))
-    if (!callable(name) && !of_atb(name))
-      return text("no entry point of CANN is called '", name, "' (ASCEND_EMULATOR_WITHOUT)",
-          hint(name), "; `ascend-emulator coverage` lists them");
-  std::vector<std::string> ids;
-  for (const auto* each = rules; each->id; ++each) ids.emplace_back(each->id);
-  for (const auto& id : split("ASCEND_EMULATOR_ALLOW", ','))
-    if (std::find(ids.begin(), ids.end(), id) == ids.end())
-      return text("there is no rule '", id, "' (ASCEND_EMULATOR_ALLOW)", hint_of(id, ids),
-          "; `ascend-emulator rules` lists them");
-  return fault::read_environment();
-}
-
 }  // namespace
 
 bool emulated(const std::string& name) {
@@ -81,7 +59,7 @@ bool callable(const std::string& name) {
   Dl_info own{}, its{};
   void* const found = dlsym(RTLD_DEFAULT, name.c_str());
   return found && name == without_suffix(name) && dladdr(found, &its) != 0 &&
-         dladdr(reinterpret_cast<void*>(&complaint), &own) != 0 && its.dli_fbase == own.dli_fbase;
+         dladdr(reinterpret_cast<void*>(&callable), &own) != 0 && its.dli_fbase == own.dli_fbase;
 }
 
 std::string hint_of(const std::string& name, const std::vector<std::string>& known) {
@@ -105,12 +83,4 @@ std::string hint(const std::string& name, const std::vector<std::string>& others
   return hint_of(name, known);
 }
 
-const std::string& complaint() {
-  static const auto* const found = new std::string(problem());
-  return *found;
-}
-
 }  // namespace emu::names
-
-// For `ascend-emulator run` and activate(): the problem with the variables, empty if there is none.
-EXPORT const char* ascend_emulator_complaint() { return emu::names::complaint().c_str(); }

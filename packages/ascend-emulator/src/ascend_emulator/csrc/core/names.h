@@ -20,8 +20,4 @@ std::string hint(const std::string& name, const std::vector<std::string>& others
 // The same of `known` only.
 std::string hint_of(const std::string& name, const std::vector<std::string>& known);
 
-// What is wrong with the variables ASCEND_EMULATOR_WITHOUT, _FAULTS and _ALLOW; empty if nothing
-// is. They are read at the first call, when all entry points are registered.
-const std::string& complaint();
-
 }  // namespace emu::names

@@ -13,7 +13,7 @@
 #include "device.h"
 #include "entry_point.h"
 #include "fault.h"
-#include "names.h"
+#include "complaint.h"
 
 namespace emu {
 namespace {
@@ -90,10 +90,10 @@ void check_queue(int device) {
 }
 
 int intercepted(const char* name, c10::function_ref<void()> body, const char* shown) noexcept {
-  static const bool ready = names::complaint().empty();
+  static const bool ready = complaint().empty();
   if (ready && removed(name)) return refuse(name);
   return guarded(shown ? shown : name, [&] {
-    check_emulated(ready, kInvalidParam, names::complaint());
+    check_emulated(ready, kInvalidParam, complaint());
     if (fault::armed()) [[unlikely]]
       fault::at(name);
     body();

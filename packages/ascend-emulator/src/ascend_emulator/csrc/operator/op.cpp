@@ -177,8 +177,8 @@ void recheck(const aclOpExecutor& executor) {
 
 namespace {
 // A captured call has the workspace that was made for its first sequence lengths, and an update
-// gives it others. torch_npu makes it of as many elements of the query's type as CANN asks for bytes
-// (op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp); that margin is none by design.
+// gives it others. torch_npu makes it of as many elements of the query's type as CANN asks for
+// bytes (op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp); that margin is none by design.
 void check_workspace(const aclOpExecutor& executor, uint64_t given) {
   if (!executor.keys || given == executor.workspace) return;
   const uint64_t asked = given / executor.tensors.front().element_size(),
