@@ -65,6 +65,7 @@ class Calls:
     """CANN's C interface. Arguments are Python values; None is a null pointer."""
 
     def __init__(self) -> None:
+        self._size = c_uint64()  # of the last call's workspace
         self.library = ctypes.CDLL("libopapi.so")
         self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
@@ -139,6 +140,7 @@ class Calls:
         status = getattr(self.library, f"aclnn{name}GetWorkspaceSize")(
             *given, byref(size), byref(executor)
         )
+        self._size = size
         return status, executor, (self.library.aclGetRecentErrMsg() or b"").decode()
 
     def run(self, name: str, *arguments: Any) -> tuple[int, str]:
@@ -146,7 +148,7 @@ class Calls:
         status, executor, message = self.workspace(name, *arguments)
         if status == 0:
             stream = c_void_p(torch.npu.current_stream().npu_stream)
-            status = getattr(self.library, f"aclnn{name}")(None, c_uint64(), executor, stream)
+            status = getattr(self.library, f"aclnn{name}")(None, self._size, executor, stream)
             message = (self.library.aclGetRecentErrMsg() or b"").decode()
         return status, message
 
