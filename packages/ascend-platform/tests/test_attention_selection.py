@@ -107,7 +107,9 @@ def test_registered_attention_falls_back_to_the_built_in_one(monkeypatch, change
     pytest.importorskip("ascend_attention")
     monkeypatch.setattr(slots, "_offers", FUSED)
     text = SimpleNamespace(attn_logit_softcapping=asked.get("cap"))
-    model = SimpleNamespace(uses_alibi=asked.get("alibi", False), hf_text_config=text)
+    model = SimpleNamespace(
+        uses_alibi=asked.get("alibi", False), hf_text_config=text, architecture="LlamaForCausalLM"
+    )
     found, reason = select_backend(DENSE._replace(**change), model)
     assert found == path
     assert reason.startswith(why)

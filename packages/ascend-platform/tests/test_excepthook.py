@@ -121,8 +121,8 @@ def test_a_torch_npu_for_another_torch_that_cannot_be_loaded(installed):
     line = ends(serve(PYTHONPATH=installed("torch-npu", "2.12.0", ["torch==2.12.0"], module)))
     assert (
         line == "torch_npu 2.12.0 cannot be loaded (libtorch_npu.so: undefined symbol: _ZN3c10):"
-        " requires torch==2.12.0, found 2.13.0+cpu; fix: pip install 'torch==2.12.0' --index-url"
-        " https://download.pytorch.org/whl/cpu"
+        " requires torch==2.12.0, found 2.13.0+cpu; fix: pip install 'torch==2.12.0' torchvision"
+        " --index-url https://download.pytorch.org/whl/cpu"
     )
 
 
