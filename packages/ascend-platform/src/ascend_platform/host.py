@@ -224,16 +224,16 @@ def npu_places(
         buses = [buses[int(index)] for index in listed.split(",")[:count]] if count else []
     if not buses:
         return [], "npu-smi info shows no visible NPU with its PCI address"
+    node_of = functools.cache(lambda bus: _numa_node(devices / bus))
+    buses, npus = [*map(str.lower, buses)], {*map(str.lower, all_buses)}
+    if unknown := [bus for bus in buses if node_of(bus) < 0]:
+        return [], f"the kernel does not know the NUMA node of the NPU at {unknown[0].upper()}"
+    kinds = {path.name: _pci_kind(path) for path in devices.iterdir()}
     places = []
-    for bus in map(str.lower, buses):
-        node = _numa_node(devices / bus)
-        if node < 0:
-            return [], f"the kernel does not know the NUMA node of the NPU at {bus.upper()}"
-        kind = _pci_kind(devices / bus)
-        same = {path.name for path in devices.iterdir() if kind and _pci_kind(path) == kind}
-        peers = same | set(map(str.lower, all_buses))
-        of_node = sorted(each for each in peers if _numa_node(devices / each) == node)
-        places.append(NPUPlace(bus, node, of_node.index(bus), len(of_node)))
+    for bus in buses:
+        same = {each for each, kind in kinds.items() if kind and kind == kinds.get(bus)}
+        of_node = sorted(each for each in same | npus if node_of(each) == node_of(bus))
+        places.append(NPUPlace(bus, node_of(bus), of_node.index(bus), len(of_node)))
     return places, ""
 
 

@@ -33,7 +33,7 @@ def check(parallel: "ParallelConfig") -> None:
     needed = parallel.world_size * parallel.data_parallel_size_local
     assigned = parallel.assigned_physical_gpu_ids
     visible = torch.npu.device_count() if assigned is None else len(assigned)  # creates no context
-    present, _ = host.npu_count()
+    present = host.npu_count()[0] if assigned else 0
     if missing := [each for each in assigned or () if present and each >= present]:
         raise RefusedError(
             f"--device-ids names NPU {', '.join(map(str, missing))}, and this machine has {present};"
