@@ -10,6 +10,7 @@ without a budget that moves to the row of one that has ended gets the budget of 
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Thoughts:
     def update(self, output: list[int]) -> None:
         """Take the tokens after the prompt, of which the last ones are new."""
         known = len(self.tokens) - len(self.prompt)
-        if known > len(output) or self.tokens[len(self.prompt) :][-1:] != output[:known][-1:]:
+        if known > len(output) or (known and self.tokens[-1] != output[known - 1]):
             # Tokens have been discarded, after a failed load of the KV cache.
             self.tokens, self.start, self.end, known = [], -1, -1, 0
             self._extend(self.prompt)
@@ -103,8 +104,8 @@ def force(
     markers = self.think_start_token_ids, self.think_end_token_ids
     if not all(markers) or not len(logits):
         return logits
-    counts = [len(each) for each in spec_token_ids]
-    has_row_per_draft = not predict_bonus_token and sum(counts) == len(logits)
+    firsts = [0, *accumulate(map(len, spec_token_ids))]
+    has_row_per_draft = not predict_bonus_token and firsts[-1] == len(logits)
     forced = [-1] * len(logits)
     for index, state in self._state.items():
         if (thoughts := state.get("thoughts")) is None:
@@ -113,8 +114,7 @@ def force(
         drafts = spec_token_ids[index] if index < len(spec_token_ids) else []
         tokens = thoughts.forced(drafts, state["thinking_token_budget"])
         if has_row_per_draft:
-            first = sum(counts[:index])
-            forced[first : first + len(drafts)] = tokens[: len(drafts)]
+            forced[firsts[index] : firsts[index] + len(drafts)] = tokens[: len(drafts)]
         else:
             forced[index] = tokens[-1 if predict_bonus_token else 0]
     if max(forced) < 0:
