@@ -262,5 +262,5 @@ def test_noise_is_the_hash_of_seed_position_and_token() -> None:
     torch.testing.assert_close(
         found.cpu().double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-9
     )
-    on_host = noise.hash_seeds_on_host(np.array(seeds))
+    on_host = noise.hash_seeds(torch.tensor(seeds))
     assert on_host.tolist() == noise.hash_seeds(device(seeds, torch.int64)).tolist()

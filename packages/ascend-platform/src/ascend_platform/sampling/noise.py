@@ -12,7 +12,6 @@ CUDA, which vLLM takes back for an unfinished prompt, and by 12 on NPUs.
 
 import functools
 
-import numpy as np
 import torch
 import torch_npu
 
@@ -44,25 +43,11 @@ def exponential(
 
 
 def hash_seeds(seeds: torch.Tensor, steps: torch.Tensor | None = None) -> torch.Tensor:
-    """Hashes of seeds int64 ``[rows]``, int32 ``[rows]``; see :func:`exponential`."""
+    """Hashes of seeds int64 ``[rows]``, int32 ``[rows]``, on any device; see :func:`exponential`."""
     low, high = seeds.contiguous().view(torch.int32).view(-1, 2).unbind(1)
     if steps is not None:
         high = high ^ steps.to(torch.int32)
     return _mix(_mix(torch.zeros_like(low), low), high)
-
-
-def hash_seeds_on_host(seeds: np.ndarray) -> np.ndarray:
-    """Like :func:`hash_seeds`, for arrays."""
-    low, high = (each.astype(np.uint64) for each in seeds.view(np.uint32).reshape(-1, 2).T)
-    word, h = np.uint64((1 << 32) - 1), np.zeros(len(seeds), np.uint64)
-
-    def rotate(value: np.ndarray, bits: int) -> np.ndarray:
-        return (value << np.uint64(bits) | value >> np.uint64(32 - bits)) & word
-
-    for half in (low, high):
-        key = rotate(half * np.uint64(0xCC9E2D51) & word, 15) * np.uint64(0x1B873593) & word
-        h = (rotate(h ^ key, 13) * np.uint64(5) + np.uint64(0xE6546B64)) & word
-    return h.astype(np.uint32).view(np.int32)
 
 
 def of_hashes(hashes: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

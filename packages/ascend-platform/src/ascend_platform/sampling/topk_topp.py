@@ -82,8 +82,9 @@ def mask(
     if not by_operator:
         return apply_top_k_top_p(logits, k, p)
     masked = _operator(logits, k, p, is_need_logits=True)[1]
-    is_wide = _is_wide(logits, k)[:, None]
-    return torch.where(is_wide, apply_top_k_top_p(logits.clone(), k, p), masked)
+    return torch.where(
+        _is_wide(k, logits)[:, None], apply_top_k_top_p(logits.clone(), k, p), masked
+    )
 
 
 def _split(
@@ -92,14 +93,14 @@ def _split(
     """Whether the operator computes rows, and whether PyTorch does."""
     if not has_operators() or dtype == torch.float64:
         return False, True
-    is_wide = (top_k > MAX_TOP_K) & (top_k < logits.shape[1])
+    is_wide = _is_wide(top_k, logits)
     has_wide = k is not None and bool(is_wide.any())
     return not (has_wide and is_wide.all()), has_wide
 
 
-def _is_wide(logits: torch.Tensor, k: torch.Tensor | None) -> torch.Tensor:
-    """Which rows have a k that the operator ignores, bool ``[rows]``."""
-    assert k is not None
+def _is_wide(k: Any, logits: torch.Tensor) -> Any:
+    """Which rows have a k that the operator ignores, bool ``[rows]``, on the host or the NPU as
+    ``k`` is."""
     return (k > MAX_TOP_K) & (k < logits.shape[1])
 
 

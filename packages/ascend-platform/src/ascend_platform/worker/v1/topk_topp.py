@@ -50,7 +50,7 @@ def _copied(by_row: tuple[tuple[int, int], ...], count: int, device: torch.devic
     for row, seed in by_row:
         # A generator returns the seed as an unsigned number.
         seeds[row], are_set[row] = np.uint64(seed % (1 << 64)).astype(np.int64), True
-    arrays = np.flatnonzero(are_set), noise.hash_seeds_on_host(seeds), are_set
+    arrays = np.flatnonzero(are_set), noise.hash_seeds(torch.from_numpy(seeds)).numpy(), are_set
     return Seeds(*(async_tensor_h2d(each, device=device) for each in arrays))
 
 
