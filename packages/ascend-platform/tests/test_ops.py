@@ -287,13 +287,13 @@ def test_drafters_may_have_shorter_contexts_with_v1(is_v2):
     if is_v2:
         runner.speculator = drafter
         with pytest.raises(ValueError, match="the drafter's rotary embedding has 128 positions"):
-            list(loading.ModelMixin._check_positions(runner))
+            loading.ModelMixin._check_positions(runner)
         return
     runner.drafter, runner.effective_drafter_max_model_len = drafter, 128
-    assert len(list(loading.ModelMixin._check_positions(runner))) == 2
+    assert len(loading.ModelMixin._check_positions(runner)) == 2
     runner.effective_drafter_max_model_len = 129
     with pytest.raises(ValueError, match="the drafter's rotary embedding has 128 positions"):
-        list(loading.ModelMixin._check_positions(runner))
+        loading.ModelMixin._check_positions(runner)
 
 
 def test_rotary_subclasses_are_fused():

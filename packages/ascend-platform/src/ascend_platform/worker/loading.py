@@ -4,7 +4,6 @@
 and weights."""
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ class ModelMixin:
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
         model = self.get_model()
-        models = list(self._check_positions())
+        models = self._check_positions()
         for each in models:
             if not compiled and self.lora_config is None and selector.is_fused(self.vllm_config):
                 self._separate_projections(each)
@@ -112,16 +111,17 @@ class ModelMixin:
             if own.latent_cache == "int8":
                 indexer.quantize_latents(layers)
 
-    def _check_positions(self: Any) -> Iterator[torch.nn.Module]:
-        """The model, then the drafter, each with positions for its longest request."""
-        rotary_tables.check(model := self.get_model(), self.max_model_len)
-        yield model
+    def _check_positions(self: Any) -> list[torch.nn.Module]:
+        """The model, and the drafter if it is one, each with positions for its longest request."""
+        models = [self.get_model()]
+        rotary_tables.check(models[0], self.max_model_len)
         drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
         if isinstance(model := getattr(drafter, "model", None), torch.nn.Module):
             # V1 stops drafting where the drafter's context ends.
             length = getattr(self, "effective_drafter_max_model_len", self.max_model_len)
             rotary_tables.check(model, min(length, self.max_model_len), is_drafter=True)
-            yield model
+            models.append(model)
+        return models
 
     def _note_loads(self: Any, model: torch.nn.Module) -> None:
         """Report weights that a trainer loads into a model of an engine that serves, and compute
