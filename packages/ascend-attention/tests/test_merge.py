@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from ascend_attention import dcp
+from ascend_attention import context
 
 
 @pytest.mark.parametrize("count", [2, 16, 17, 40])
@@ -14,7 +14,7 @@ def test_parts_of_any_number_are_merged_in_float32(count):
     sums, parts = torch.randn(count, 10), torch.randn(count, 10, 32).bfloat16()
     sums[1:, 4] = -torch.inf
     sums[1, 7] = -torch.inf
-    output, merged = dcp.merge([*sums.npu()], [*parts.npu()])
+    output, merged = context.merge([*sums.npu()], [*parts.npu()])
     wide = sums.double()
     total = wide.logsumexp(0)
     expected = ((wide - total).exp()[..., None] * parts.double()).sum(0)

@@ -19,8 +19,7 @@ from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from ascend_attention import unpaged
-from ascend_attention.context import chunk_of, cut_context
-from ascend_attention.context import merge as merge
+from ascend_attention.context import chunk_of, cut_context, merge
 from ascend_attention.metadata import DCPMetadata, FusedAttentionMetadata
 
 

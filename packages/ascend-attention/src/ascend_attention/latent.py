@@ -32,6 +32,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from ascend_attention import dcp, latent_prefill
+from ascend_attention.context import merge
 from ascend_attention.dense import MAX_REQUESTS, unsupported_length
 from ascend_attention.latent_prefill import LATENT as LATENT
 from ascend_attention.latent_prefill import ROPE as ROPE
@@ -317,7 +318,7 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         # tokens without context on this rank
         softmax_lse = softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)
         parts, softmax_lse = (dcp.exchange_heads(each, group) for each in (parts, softmax_lse))
-        output, _ = dcp.merge([*softmax_lse.flatten(1)], [*parts.flatten(1, 2)])
+        output, _ = merge([*softmax_lse.flatten(1)], [*parts.flatten(1, 2)])
         return output.to(parts.dtype).view_as(parts[0]), None
 
     def _attend(
