@@ -73,6 +73,30 @@ def test_latent_attention_over_pages(queries, order, layout):
     close(lse, arranged(sums, "TND") if lengths else sums, ulps=2e4)
 
 
+def in_pages(query, rope, latent, key_rope, order, **options):
+    """Attention of queries ``[BATCH, tokens, heads, 512]`` to latents in blocks of 128 tokens."""
+    seed = torch.random.get_rng_state()
+    cache, table = paged(latent, 128, order, latent.dtype)
+    torch.random.set_rng_state(seed)
+    rope_cache, _ = paged(key_rope, 128, order, key_rope.dtype)
+    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
+        query.npu(),
+        cache.npu(),
+        cache.npu(),
+        query_rope=rope.npu(),
+        key_rope=rope_cache.npu(),
+        num_query_heads=query.shape[2],
+        num_key_value_heads=1,
+        softmax_scale=0.04,
+        input_layout="BSND",
+        block_table=table.npu(),
+        block_size=128,
+        actual_seq_kvlen=[latent.shape[1]] * BATCH,
+        **options,
+    )
+    return out
+
+
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_latent_attention_of_128_heads(queries, window):
@@ -82,27 +106,9 @@ def test_latent_attention_of_128_heads(queries, window):
     heads, length = 128, 150
     query, rope = (torch.randn(BATCH, queries, heads, size).bfloat16() for size in (512, 64))
     latent, key_rope = (torch.randn(BATCH, length, size).bfloat16() for size in (512, 64))
-    seed = torch.random.get_rng_state()
-    cache, table = paged(latent, 128, "H", torch.bfloat16)
-    torch.random.set_rng_state(seed)
-    rope_cache, _ = paged(key_rope, 128, "H", torch.bfloat16)
     masked = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 4 if window else 3}
     masked |= {"pre_tokens": window, "next_tokens": 0} if window else {}
-    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
-        query.npu(),
-        cache.npu(),
-        cache.npu(),
-        query_rope=rope.npu(),
-        key_rope=rope_cache.npu(),
-        num_query_heads=heads,
-        num_key_value_heads=1,
-        softmax_scale=0.04,
-        input_layout="BSND",
-        block_table=table.npu(),
-        block_size=128,
-        actual_seq_kvlen=[length] * BATCH,
-        **(masked if queries > 1 else {}),
-    )
+    out = in_pages(query, rope, latent, key_rope, "H", **(masked if queries > 1 else {}))
     at = torch.arange(queries)[:, None] + length - queries
     mask = torch.arange(length)[None] > at
     if window:
@@ -215,23 +221,12 @@ def test_int8_latent_attention():
         torch.randn(BATCH, length, 64).bfloat16(),
     )
     query_scale, key_scale = torch.rand(BATCH, 1, heads) * 0.01 + 0.005, torch.tensor([0.02])
-    seed = torch.random.get_rng_state()
-    cache, table = paged(latent, 128, "NZ", torch.int8)
-    torch.random.set_rng_state(seed)
-    rope_cache, _ = paged(key_rope, 128, "NZ", torch.bfloat16)
-    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
-        query.npu(),
-        cache.npu(),
-        cache.npu(),
-        query_rope=rope.npu(),
-        key_rope=rope_cache.npu(),
-        num_query_heads=heads,
-        num_key_value_heads=1,
-        softmax_scale=0.04,
-        input_layout="BSND",
-        block_table=table.npu(),
-        block_size=128,
-        actual_seq_kvlen=[length] * BATCH,
+    out = in_pages(
+        query,
+        rope,
+        latent,
+        key_rope,
+        "NZ",
         dequant_scale_query=query_scale.npu(),
         dequant_scale_key=key_scale.npu(),
         dequant_scale_value=key_scale.npu(),
