@@ -14,7 +14,6 @@ are empty (csrc/aten), which saves 3 s of each unit.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -31,7 +30,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from ascend_emulator import cache as cached
-from ascend_emulator import cann_names, facts, families, limits, rule_parameters, rules
+from ascend_emulator import (
+    cann_names,
+    facts,
+    families,
+    limits,
+    rule_parameters,
+    rules,
+    version_files,
+)
 from ascend_emulator.cache import BuildError
 from ascend_emulator.cache import root as cache_root
 
@@ -301,7 +308,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     if (torch_dir() / "lib" / "libtorch_cuda.so").exists():
         release, pins = importlib.metadata.version("torch").partition("+")[0], []
         for name in ("torch", "torchvision", "torchaudio"):  # built for the same torch
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(name).partition("+")[0]
                 pins.append(f"'{name}=={version}'")
         raise BuildError(
@@ -487,19 +494,6 @@ def _build(
         (target / "lib64").mkdir(exist_ok=True)
         (target / "lib64" / soname).unlink(missing_ok=True)
         (target / "lib64" / soname).symlink_to(Path("..", soname))
-    # Files that torch_npu expects in a CANN installation
-    # (torch_npu/_init/registry/registry_manager.py).
-    for name in ("runtime", "compiler", "opp"):
-        (target / name).mkdir(exist_ok=True)
-        # a wheel has no empty directories
-        (target / name / "version.info").write_text(f"Version={CANN_VERSION}\n")
-    (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")
-    # Where verl (utils/device.py) and CANN's documentation look for the toolkit's version.
-    toolkit = target / f"{os.uname().machine}-linux" / "ascend_toolkit_install.info"
-    toolkit.parent.mkdir(exist_ok=True)
-    toolkit.write_text(
-        f"package_name=Ascend-cann-toolkit\nversion={CANN_VERSION}\narch={os.uname().machine}\n"
-        "os=linux\n"
-    )
+    version_files.write(target, CANN_VERSION)
     cached.protect(target)
     (target / "complete").touch(mode=0o644)
