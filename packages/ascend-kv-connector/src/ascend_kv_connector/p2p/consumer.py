@@ -83,11 +83,12 @@ class Consumer:
         self._unsettled: list[Transfer] = []  # outcome was reported
         self._is_full = False
         self._lock = threading.Lock()
-        # PrefillStarted and PrefillCancelled received before the request, of which there are at most
-        # one for each block, and requests that ended before them.
+        # PrefillStarted and PrefillCancelled received before the request: at most one for each block
+        # of the cache.
         self._early: EarlyMessages[Source | str] = EarlyMessages(
             cache.blocks, options.transfer_timeout
         )
+        # Requests that ended before either.
         self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(CODEC, self.answer, rank.host, port, rank.keys)
 

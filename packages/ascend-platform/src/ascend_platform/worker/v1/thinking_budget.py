@@ -52,7 +52,7 @@ class Thoughts:
         self._extend(prompt)
 
     def update(self, output: list[int]) -> None:
-        """Take the tokens after the prompt, of which the last ones are new."""
+        """Take all tokens after the prompt; those after the known ones are new."""
         known = len(self.tokens) - len(self.prompt)
         if known > len(output) or (known and self.tokens[-1] != output[known - 1]):
             # Tokens have been discarded, after a failed load of the KV cache.
