@@ -306,17 +306,24 @@ def test_excepthook_is_installed_for_vllm_commands_only():
     assert done.stdout.strip() == "True"
 
 
-def test_children_are_silent_about_exits_in_destructors():
-    """Those that a handler of SIGTERM raises; other exceptions are shown."""
+def test_children_end_after_exits_in_destructors():
+    """Python drops those that a handler of a signal raises there, silently; other exceptions are
+    shown."""
     script = (
+        "import signal, time\n"
         "from ascend_platform.process import startup; startup.run_child()\n"
         "class Raises:\n"
         "    def __init__(self, error): self.error = error\n"
         "    def __del__(self): raise self.error\n"
-        "Raises(SystemExit()); Raises(ValueError('shown'))"
+        "Raises(ValueError('shown')); Raises(SystemExit())\n"
+        "try: time.sleep(60)\n"
+        "except SystemExit:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"  # of a parent that ends all workers
+        "    print('ended')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50
     )
+    assert done.stdout == "ended\n"
     assert done.stderr.count("Traceback") == 1
     assert "ValueError: shown" in done.stderr

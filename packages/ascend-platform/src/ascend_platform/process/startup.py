@@ -8,7 +8,9 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
 SWITCH = "VLLM_ASCEND_STARTUP_CHECKS"
 """Environment variable; with "0" nothing is checked, no excepthook is installed, garbage is
@@ -17,6 +19,8 @@ collected as Python does, and the engine core is started by vLLM only."""
 IMPORTING = 100_000, 20, 100
 """Thresholds of the garbage collector while vLLM is imported, which makes a million objects that
 stay."""
+
+AGAIN = 0.05  # Seconds after which a dropped exit is raised again.
 
 _thresholds: tuple[int, int, int] | None = None  # to be restored
 
@@ -40,15 +44,33 @@ def run_child() -> None:
     for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get(SWITCH) != "0":
-        sys.unraisablehook = _show_unless_exit
+        sys.unraisablehook = _exit_again
         collect_garbage_rarely()
 
 
-def _show_unless_exit(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Python's hook, but silent about the SystemExit of vLLM's handler of SIGTERM
-    (``multiproc_executor.py``), which may arrive while a ``__del__`` runs."""
+def _exit_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Python's hook, but after the SystemExit of a signal's handler the process still ends.
+
+    The signal may arrive while a ``__del__`` or a callback of a weak reference runs, as in each
+    import, and Python drops what these raise. vLLM's handler (``multiproc_executor.py``) raises for
+    the first signal only: a worker would go on, and report the end of the other ranks as an error.
+    """
     if unraisable.exc_type is not SystemExit:
         sys.__unraisablehook__(unraisable)
+    elif threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _exit_once)
+        timer = threading.Timer(AGAIN, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+
+
+def _exit_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, _ignore)
+    raise SystemExit
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN, silent about a signal that arrived before."""
 
 
 def collect_garbage_rarely() -> None:
