@@ -318,7 +318,7 @@ def test_children_end_after_exits_in_destructors():
         "Raises(ValueError('shown')); Raises(SystemExit())\n"
         "try: time.sleep(60)\n"
         "except SystemExit:\n"
-        "    signal.raise_signal(signal.SIGTERM)\n"  # of a parent that ends all workers
+        "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('ended')\n"
     )
     done = subprocess.run(
