@@ -133,6 +133,7 @@ class Check:
         self.train_adapter(2)
         one.ask("load")
         right["adapter's contents"] = one.answer(5, **self.adapter)[0]
+        right["contents 9"] = one.answer(9, **self.adapter)[0]
         self.train_adapter(1)
         one.ask("negate")
         right["weights in place"], right["weights 9"] = one.answer(5)[0], one.answer(9)[0]
@@ -161,6 +162,9 @@ class Check:
         self.note("nothing", "running", running.answer(5), "base")
         self.note("adapter's name", "running", running.answer(5, adapter=self.renamed()), "adapter")
         self.note("salt", "running", running.answer(5, salt="b"), "base")
+        if self.medium != "host":  # For the engine that starts with the second contents.
+            running.answer(9, **self.adapter)
+            running.stored(1.0)
         self.train_adapter(2)
         running.ask("load")
         assert running.free()
@@ -175,9 +179,9 @@ class Check:
             return
         other = self.start(self.base, self.transfer)  # Its adapter is the second one.
         self.note("nothing", "restart", other.answer(5), "base")
-        self.note(
-            "adapter's contents", "restart", other.answer(5, **self.adapter), "adapter's contents"
-        )
+        # Of the other prompt the pool has no KV cache of the second contents.
+        answer = other.answer(9, **self.adapter)
+        self.note("adapter's contents", "restart", answer, "contents 9")
         self.train_adapter(1)
         other.close()
         running.ask("negate")
