@@ -6,7 +6,7 @@ tools/check graphs                   all modes
 tools/check graphs FULL PIECEWISE    these
 
 Each must give the tokens of NONE, and log-probabilities as close to transformers' in float32 as transformers' own in
-bfloat16 are. Prints the table of docs/graph-mode-tests.md.
+bfloat16 are. Prints the table of docs/reports/graph-mode-tests.md.
 """
 
 import json

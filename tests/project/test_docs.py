@@ -62,7 +62,7 @@ def test_every_table_is_on_a_page() -> None:
     assert len(names) > 5
     regions = [
         name
-        for page in DOCS.glob("*.md")
+        for page in DOCS.rglob("*.md")
         for name in re.findall(r"^<!-- begin: (\S+) -->", page.read_text(), re.M)
     ]
     assert sorted(regions) == sorted(names)
@@ -139,7 +139,7 @@ def reference(site: Path, page: str) -> set[str]:
 def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
     assert build(checkout.ROOT / "mkdocs.yml", tmp_path) == (0, "")
     pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(list(DOCS.glob("*.md")))  # One more page for missing addresses.
+    assert len(pages) > len(list(DOCS.rglob("*.md")))  # One more page for missing addresses.
     loaded = [
         re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text())
         for page in pages
@@ -226,6 +226,7 @@ def test_every_path_on_a_page_exists() -> None:
     }
     pages = [
         *DOCS.glob("*.md"),
+        *DOCS.glob("reports/*.md"),
         checkout.ROOT / "README.md",
         *checkout.ROOT.glob("packages/*/README.md"),
     ]

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Questions of newcomers have an answer two clicks from the first page."""
 
+import posixpath
 import re
 import tomllib
 from pathlib import Path
@@ -12,7 +13,7 @@ from harness import checkout
 DOCS = checkout.ROOT / "docs"
 QUESTIONS = tomllib.loads(Path(__file__).with_name("newcomers.toml").read_text())["question"]
 MOST_CLICKS = 2
-LINK = re.compile(r"\]\(([\w/-]+\.md)(#[\w-]+)?\)")
+LINK = re.compile(r"\]\(([\w./-]+\.md)(#[\w-]+)?\)")
 HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 
 
@@ -34,7 +35,10 @@ def clicks(page: str, is_on_top: bool) -> int:
     distance, newest = {"index.md": 0}, ["index.md"]
     while newest and page not in distance:
         links = {
-            (target, distance[name] + 1)
+            (
+                posixpath.normpath(posixpath.join(posixpath.dirname(name), target)),
+                distance[name] + 1,
+            )
             for name in newest
             for target, _ in LINK.findall((DOCS / name).read_text())
         }

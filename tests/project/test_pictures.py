@@ -11,7 +11,7 @@ from harness import checkout
 
 DOCS = checkout.ROOT / "docs"
 PICTURES = sorted(DOCS.glob("*.svg"))
-PAGES = "".join(page.read_text() for page in DOCS.glob("*.md"))
+PAGES = "".join(page.read_text() for page in DOCS.rglob("*.md"))
 WIDEST, SMALLEST = 400, 11
 """Units of a picture and of its text, which are pixels on a telephone."""
 
@@ -27,13 +27,13 @@ def test_picture_is_readable_on_a_telephone_and_on_a_dark_page(picture: Path) ->
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_picture_is_on_a_page_and_marked_if_modelled(picture: Path) -> None:
-    (description,) = re.findall(rf"!\[([^\]]+)\]\({re.escape(picture.name)}\)", PAGES)
+    (description,) = re.findall(rf"!\[([^\]]+)\]\((?:\.\./)?{re.escape(picture.name)}\)", PAGES)
     assert ("modelled" in description.lower()) == ("modelled" in picture.read_text())
 
 
 def test_host_times_of_the_picture_are_those_of_the_report() -> None:
     steps: Any = checkout.import_tool("benchmarks.steps")
-    times = steps.host_times((DOCS / "host-time.md").read_text())
+    times = steps.host_times((DOCS / "reports" / "host-time.md").read_text())
     assert list(times) == [1, 32, 256]
     assert all(len(sides) == 2 for sides in times.values())
     assert steps.host_times(

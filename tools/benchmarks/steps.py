@@ -4,8 +4,8 @@
 
     tools/bench steps --output docs/step-times.svg
 
-The host times are those of docs/host-time.md, which `tools/bench --host` measures. The NPU's are
-modelled: a decode step of Qwen3-0.6B in a graph, from steps of two and of four layers.
+The host times are those of docs/reports/host-time.md, which `tools/bench --host` measures. The
+NPU's are modelled: a decode step of Qwen3-0.6B in a graph, from steps of two and of four layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import environment
 from benchmarks import plot, timeline
 
-REPORT = environment.ROOT / "docs" / "host-time.md"
+REPORT = environment.ROOT / "docs" / "reports" / "host-time.md"
 ROW = re.compile(r"^\| decode \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", re.MULTILINE)
 LAYERS, PROMPT = 28, 64
 """Of the model whose host times are in the report, and the tokens of each request there."""

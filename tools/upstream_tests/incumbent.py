@@ -23,7 +23,7 @@ import environment
 HOME = environment.ROOT / ".upstream" / "incumbent"
 VENV = HOME / ".venv"
 ENGINE = Path(__file__).with_name("incumbent_engine.py")
-REPORT = environment.ROOT / "docs" / "incumbent-tests.md"
+REPORT = environment.ROOT / "docs" / "reports" / "incumbent-tests.md"
 VLLM_ASCEND, VLLM = "0.27.1rc1", "0.27.1"
 NEEDS = ["scipy", "pandas", "quart", "msgpack", "decorator"]  # of vllm-ascend, beyond vLLM's
 BUILD = {

@@ -23,7 +23,7 @@ import environment
 from upstream_tests import pytorch_report, pytorch_verdicts, run
 
 HOME = environment.ROOT / ".upstream" / "pytorch-run"
-REPORT = environment.ROOT / "docs" / "pytorch-tests.md"
+REPORT = environment.ROOT / "docs" / "reports" / "pytorch-tests.md"
 SETTINGS = environment.ROOT / "tools" / "upstream_tests" / "pytorch.toml"
 NEEDS = ["scipy", "opt_einsum"]  # of the test files
 PASSED = {"passed", "skipped", "other chip"}

@@ -29,7 +29,7 @@ from typing import NoReturn
 import environment
 
 LIST = environment.ROOT / "tools" / "upstream_tests" / "vllm.toml"
-REPORT = environment.ROOT / "docs" / "vllm-tests.md"
+REPORT = environment.ROOT / "docs" / "reports" / "vllm-tests.md"
 HOME = environment.ROOT / ".upstream" / "vllm-run"
 NEEDS = ["tblib", "pytest-asyncio"]  # of the tests' conftest.py and markers
 # The public configurations of models that many tests make a VllmConfig of; no test here needs their
@@ -333,7 +333,7 @@ it, one that is in it and passes, and a number that is not the list's end the co
 ## Of the V2 model runner
 
 `tools/upstream --suite vllm --runner v2` runs {len(v2)} files of vLLM {V2_VLLM}'s tests of its [V2
-runner](v2-model-runner.md), in the environment of `tools/compat {V2_VLLM}`, with the overrides of that runner.
+runner](../v2-model-runner.md), in the environment of `tools/compat {V2_VLLM}`, with the overrides of that runner.
 Where they name CUDA as their device, they run on an NPU. {sum(e["passes"] for e in v2)} cases have to pass.
 
 | file | have to pass | patterns |
@@ -350,7 +350,7 @@ and of 64-bit offsets, which was not run for the same reason; of warm-up blocks 
 skipped without CUDA; and of EAGLE-3 with pipelines, which imports a model that needs CUDA.
 `v1/worker/test_gpu_model_runner_prefill_tail_classification.py` tests the V1 runner, and is in the first list. On vLLM 0.33 its
 process aborts: vLLM's fixture asks for NCCL on all devices but the CPU, and gets Gloo where PyTorch has no NCCL; the
-[PyTorch 2.14](compatibility.md) made here from the CUDA wheel says that it has. With HCCL in the fixture and
+[PyTorch 2.14](../compatibility.md) made here from the CUDA wheel says that it has. With HCCL in the fixture and
 `VLLM_USE_V2_MODEL_RUNNER=0` both cases pass there.
 """
 

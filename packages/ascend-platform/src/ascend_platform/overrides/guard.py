@@ -4,7 +4,7 @@
 
 :func:`check` compares whole tables where an engine is configured; :func:`install`, :func:`override`,
 :func:`add` and :func:`require` compare a row again where it is applied, so that nothing is replaced
-in a vLLM that is not supported. The tables are also the source of docs/patches-ledger.md and of
+in a vLLM that is not supported. The tables are also the source of patches-ledger.md and of
 ``vllm-ascend patches``.
 """
 
