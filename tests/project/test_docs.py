@@ -205,6 +205,24 @@ def test_links_of_the_readmes_lead_to_files() -> None:
         assert [target for target in targets if not target.exists()] == [], readme
 
 
+def test_figures_of_the_readme_are_those_of_the_tables() -> None:
+    """Its three bullets, and the width of a line. The Chinese README has the same figures."""
+    readme = (checkout.ROOT / "README.md").read_text()
+    assert max(map(len, readme.splitlines())) <= 100
+    results = json.loads((checkout.TOOLS / "generated_docs" / "models.json").read_text()).values()
+    right = Counter("inputs" in each for each in results if each["result"] == "right")
+    page = (DOCS / "emulator-capability.md").read_text()
+    (operators,) = re.findall(r"^\| operators \(aclnn\) \| (\d+) \|", page, re.MULTILINE)
+    minors = list(json.loads((checkout.TOOLS / "versions" / "compat.json").read_text()))
+    assert len(minors) == 3
+    for text in (readme, (checkout.ROOT / "README.zh.md").read_text()):
+        bullets = re.findall(r"^- .*(?:\n  .*)*", text.partition("\n## ")[0], re.MULTILINE)
+        figures = [re.findall(r"\d+\.\d+|\d+", bullet) for bullet in bullets]
+        assert figures[0][:2] == [str(right[False]), str(right[True])]
+        assert figures[1] == [operators]
+        assert figures[2] == [minors[0], minors[-1]]
+
+
 def test_every_path_on_a_page_exists() -> None:
     """Paths of this repository, of a folder in it, or of a test file; not those with a part in
     capitals to be filled in."""
