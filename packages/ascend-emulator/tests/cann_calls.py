@@ -37,6 +37,9 @@ DTYPES = {
     torch.float64: 11,
     torch.bool: 12,
     torch.bfloat16: 27,
+    torch.float8_e5m2: 35,
+    torch.float8_e4m3fn: 36,
+    torch.float8_e8m0fnu: 37,
 }
 
 
@@ -69,13 +72,13 @@ class Calls:
         self.library = ctypes.CDLL("libopapi.so")
         self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
-    def made(self, create: str, *arguments: Any) -> c_void_p:
+    def new(self, create: str, *arguments: Any) -> c_void_p:
         function = getattr(self.library, create)
         function.restype = c_void_p
         return c_void_p(function(*arguments))
 
     def array(self, create: str, kind: Any, values: Sequence[Any]) -> c_void_p:
-        return self.made(create, (kind * len(values))(*values), c_uint64(len(values)))
+        return self.new(create, (kind * len(values))(*values), c_uint64(len(values)))
 
     def tensor(self, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> c_void_p:
         """``shape``: another than the tensor's, contiguous."""
@@ -108,7 +111,7 @@ class Calls:
             longs(stored),
             c_uint64(len(stored)),
         )
-        return self.made(
+        return self.new(
             "aclCreateTensor", longs(sizes), rank, DTYPES[tensor.dtype], *place, c_void_p(data)
         )
 
@@ -121,7 +124,7 @@ class Calls:
         if kind in ARRAYS:
             return self.array(*ARRAYS[kind], value)
         if kind == "S":  # an aclScalar
-            return self.made("aclCreateScalar", byref(ctypes.c_float(value)), 0)
+            return self.new("aclCreateScalar", byref(ctypes.c_float(value)), 0)
         if kind == "t":
             return ctypes.c_char_p(value.encode())
         if kind == "L":

@@ -21,8 +21,8 @@ def int8_product(form):
         right = right.contiguous()
     if form == "left":
         left = x.t().contiguous().npu().t()
-    found = torch_npu.npu_quant_matmul(left, right, scales, output_dtype=torch.float16)
-    return bool(((x.double() @ w.double().t() * 0.01) - found.cpu()).abs().max() < 0.2)
+    result = torch_npu.npu_quant_matmul(left, right, scales, output_dtype=torch.float16)
+    return bool(((x.double() @ w.double().t() * 0.01) - result.cpu()).abs().max() < 0.2)
 
 
 def chunk_rule(dtype, width):
@@ -84,13 +84,13 @@ CALLS = {
 
 def main():
     torch_npu.npu.set_compile_mode(jit_compile=False)
-    found = {}
+    result = {}
     for name, (call, *arguments) in CALLS.items():
         try:
-            found[name] = call(*arguments)
+            result[name] = call(*arguments)
         except RuntimeError as error:
-            found[name] = " ".join(str(error).split("[ascend-emulator] ")[-1].split())
-    print(json.dumps(found))
+            result[name] = " ".join(str(error).split("[ascend-emulator] ")[-1].split())
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

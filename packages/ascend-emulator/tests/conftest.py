@@ -90,13 +90,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The check that every entry point was run comes last of this directory's tests."""
     last = [item for item in items if item.name == "test_every_entry_point_was_run"]
-    own = [
+    indices = [
         place
         for place, item in enumerate(items)
         if item.path.parent == Path(__file__).parent and item not in last
     ]
-    if last and own:
-        items.insert(own[-1] + 1, last[0])  # First after its old position, then elsewhere.
+    if last and indices:
+        items.insert(indices[-1] + 1, last[0])  # First after its old position, then elsewhere.
         items.remove(last[0])
 
 
@@ -164,16 +164,16 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     out.
     """
     kept = ("ASCEND_EMULATOR_CALLS", "ASCEND_EMULATOR_SANITIZE")
-    own = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name in kept or not name.startswith("ASCEND_")
     }
-    own["LD_LIBRARY_PATH"] = ""
+    variables["LD_LIBRARY_PATH"] = ""
 
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ascend_emulator.cli", *arguments]
-        environ = {name: value for name, value in (own | environment).items() if value}
+        environ = {name: value for name, value in (variables | environment).items() if value}
         return subprocess.run(
             command, capture_output=True, text=True, timeout=600, env=environ, check=False
         )
@@ -192,16 +192,16 @@ def agree_backward(agree: Callable[..., None]) -> Callable[..., None]:
     arguments agree too."""
 
     def compare(function: Callable[..., Any], *args: Any, ulps: float = 8) -> None:
-        def call(*own: Any) -> list[torch.Tensor]:
-            own = tree_map_only(
-                torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), own
+        def call(*variables: Any) -> list[torch.Tensor]:
+            variables = tree_map_only(
+                torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), variables
             )
             inputs = [
                 leaf
-                for leaf in tree_leaves(own)
+                for leaf in tree_leaves(variables)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             ]
-            outputs = tree_leaves(function(*own))
+            outputs = tree_leaves(function(*variables))
             smooth = [output for output in outputs if output.requires_grad]
             slopes = torch.autograd.grad(
                 smooth, inputs, [_cotangent(output) for output in smooth], materialize_grads=True

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Reference and arrangements of the fused inference attention, for its tests."""
 
+import comparisons
 import torch
 
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
@@ -25,8 +26,7 @@ def reference(query, key, value, scale, mask=None, bias=None, sink=None):
 
 
 def close(actual, expected, ulps=8):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
+    comparisons.close(actual, expected, ulps)
 
 
 def arranged(x, layout):

@@ -86,9 +86,9 @@ def data(rank: int, shape: Any, dtype: torch.dtype, salt: int = 0) -> torch.Tens
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    result = getattr(torch, name)
+    assert isinstance(result, torch.dtype)
+    return result
 
 
 def run_rank(function: Callable[[int, int], Any], rank: int, ranks: int, directory: str) -> Any:

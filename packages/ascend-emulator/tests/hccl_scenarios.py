@@ -394,8 +394,8 @@ def buffers(rank: int, ranks: int) -> Any:
         dist.all_reduce(x, group=group)
         torch.npu.synchronize()
     free.append(torch.npu.mem_get_info()[0])
-    taken = [(before - after) >> 20 for before, after in itertools.pairwise(free)]
-    return [taken, failure(lambda: dist.all_reduce(x, group=groups[2]))]
+    mebibytes = [(before - after) >> 20 for before, after in itertools.pairwise(free)]
+    return [mebibytes, failure(lambda: dist.all_reduce(x, group=groups[2]))]
 
 
 @scenario("shared buffers", HCCL_BUFFSIZE="100")

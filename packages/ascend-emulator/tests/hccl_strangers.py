@@ -38,10 +38,10 @@ def store_of(root: str) -> dist.Store:
     )
 
 
-def signature(secret: str, said: str) -> str:
+def signature(secret: str, message_text: str) -> str:
     """HMAC of RFC 2104 with hexadecimal digests of SHA-1, as transport.h has it."""
     key = secret.encode().ljust(64, b"\0")
-    inner = hashlib.sha1(bytes(each ^ 0x36 for each in key) + said.encode()).hexdigest()
+    inner = hashlib.sha1(bytes(each ^ 0x36 for each in key) + message_text.encode()).hexdigest()
     return hashlib.sha1(bytes(each ^ 0x5C for each in key) + inner.encode()).hexdigest()
 
 
@@ -72,9 +72,9 @@ def handshakes(rank: int, ranks: int) -> Any:
     like."""
     torch.ones(1, device="npu")
     hccl, out = library(), {}
-    for name, said in HANDSHAKES.items():
+    for name, signed_text in HANDSHAKES.items():
         root, comm = root_info(), ctypes.c_void_p()
-        peers = threading.Thread(target=connect, args=(root.value.decode(), said))
+        peers = threading.Thread(target=connect, args=(root.value.decode(), signed_text))
         peers.start()
         status = hccl.HcclCommInitRootInfo(3, root, 0, ctypes.byref(comm))
         out[name] = [status, message() if status else ""]
@@ -84,50 +84,50 @@ def handshakes(rank: int, ranks: int) -> Any:
     return out
 
 
-def connect(root: str, said: list[tuple[str, int, int]]) -> None:
+def connect(root: str, signed_text: list[tuple[str, int, int]]) -> None:
     secret, store = root.split()[4], store_of(root)
     place = store.get("0/0").decode().rpartition(" ")[0]
     machine, _, local, _ = place.split()
     for peer in (1, 2):
         publish(store, secret, f"0/{peer}", f"{machine} {peer} nowhere any")
     open_links = []
-    for what, rank, ranks in said:
+    for what, rank, ranks in signed_text:
         link = socket.socket(socket.AF_UNIX)
         open_links.append(link)
         link.connect("\0" + local)
         link_secret = "guessed" if what == "wrong" else secret
-        own = (
+        greeting = (
             struct.pack("II", rank, ranks)
             + signature(link_secret, f"link to {place} from {rank} of {ranks}").encode()
         )
         if what == "split":
-            link.send(own[:5])
+            link.send(greeting[:5])
             time.sleep(0.2)
-            link.send(own[5:])
+            link.send(greeting[5:])
         elif what != "silent":
-            link.send(own[:20] if what == "half" else own)
+            link.send(greeting[:20] if what == "half" else greeting)
         if what == "half":
             link.close()
-    time.sleep(0.5 if "silent" in said[0] else 0)
+    time.sleep(0.5 if "silent" in signed_text[0] else 0)
     for link in open_links:
         link.close()
 
 
 def listening() -> list[str]:
     """Addresses at which this process listens for TCP, without the port."""
-    own = set()
+    inodes = set()
     for path in Path("/proc/self/fd").iterdir():
         try:
-            own.add(os.readlink(path))
+            inodes.add(os.readlink(path))
         except FileNotFoundError:
             continue
-    found = []
+    addresses = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         lines = Path(table).read_text().splitlines()[1:] if Path(table).exists() else []
         for fields in map(str.split, lines):
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                found.append(fields[1].partition(":")[0])
-    return sorted(found)
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                addresses.append(fields[1].partition(":")[0])
+    return sorted(addresses)
 
 
 @scenario("stranger", ranks=1, plain_c="1", HCCL_CONNECT_TIMEOUT="20")
@@ -164,14 +164,14 @@ def stranger(rank: int, ranks: int) -> Any:
     thread = threading.Thread(target=intrude)
     thread.start()
     status = library().HcclCommInitRootInfo(2, root, 0, ctypes.byref(comm))
-    said = message() if status else ""
+    text = message() if status else ""
     if not status:
         library().HcclCommDestroy(comm)
     thread.join()
     secrets = root.value.decode().split()[4:5]
     return {
         "status": status,
-        "message": said,
+        "message": text,
         "token": any(
             key == "0/token" or secret in value
             for key, value in seen.items()

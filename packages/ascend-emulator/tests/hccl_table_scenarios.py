@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.ports import reserve_port
+from harness.engines.ports import reserve_port
 from hccl_c_scenarios import FLOAT, SUM, address, library, message
 from hccl_ranks import plain, scenario
 

@@ -174,7 +174,7 @@ def versions(rank: int, ranks: int) -> Any:
     total, rows = int(given[3].sum()), layer.apply(given[0], given[3])
     place, experts = (group, ranks, rank, 4, "", 1, 0, 0, 1, 0), (0, 0, 0)
     after = {"V2": ((), ()), "V3": ((None,), experts)}
-    equal, said, unlike = {}, [], []
+    equal, messages, unlike = {}, [], []
     for version, (elastic, numbers) in after.items():
         outs = [torch.zeros_like(each) for each in given]
         common = (x, ids, None, None, None, *elastic, *place)
@@ -187,7 +187,7 @@ def versions(rank: int, ranks: int) -> Any:
             *zip(outs[3:5], given[3:5], strict=True),
         ]
         equal[f"dispatch {version}"] = [torch.equal(*pair) for pair in pairs]
-        said.append(
+        messages.append(
             calls.refusal(
                 f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks + 1, 1, "", *numbers, *outs
             )
@@ -212,7 +212,7 @@ def versions(rank: int, ranks: int) -> Any:
             f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 0, 0, "", *numbers, out
         )
         equal[f"combine {version}"] = [torch.equal(out, newest)]
-        said.append(
+        messages.append(
             calls.refusal(
                 f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 1, 0, "", *numbers, out
             )
@@ -253,15 +253,15 @@ def versions(rank: int, ranks: int) -> Any:
         changed = [changes.get(place, each) for place, each in enumerate(given_norm)]
         unlike.append(calls.refusal("MoeDistributeCombineAddRmsNorm", *changed, *outs))
     calls.compute("DistributeBarrier", x, group, ranks)
-    said.append(calls.refusal("DistributeBarrier", x, group, ranks + 1))
+    messages.append(calls.refusal("DistributeBarrier", x, group, ranks + 1))
     # The dispatch has algorithms that the combine does not have, and one without shared experts.
     for more in (
         {"comm_alg": "fullmesh_v1"},
         {"comm_alg": "hierarchy", "shared_expert_rank_num": 1},
     ):
         other = Layer(rank, ranks, 4, **more)
-        said.append(failure(lambda other=other: other.combine(rows, ids, given, scales)))
-    return [equal, said, unlike]
+        messages.append(failure(lambda other=other: other.combine(rows, ids, given, scales)))
+    return [equal, messages, unlike]
 
 
 @scenario("update", ranks=1, soc="Ascend910_93")
@@ -326,13 +326,13 @@ def refused(rank: int, ranks: int) -> Any:
     a, b = x.new_zeros(2, 256).npu(), x.new_zeros(256, 16).npu()
 
     def other(experts: int = 4, **more: Any) -> Callable[[], Any]:
-        told = {
+        common_options = {
             name: value
             for name, value in more.items()
             if name in {*layer.common, "tp_world_size", "global_bs"}
         }
-        rest = {name: value for name, value in more.items() if name not in told}
-        return lambda: Layer(rank, ranks, experts, **told).dispatch(x, ids, **rest)
+        rest = {name: value for name, value in more.items() if name not in common_options}
+        return lambda: Layer(rank, ranks, experts, **common_options).dispatch(x, ids, **rest)
 
     def of_variables() -> Any:
         """Without a comm_alg, with variables that choose hierarchy."""

@@ -25,7 +25,7 @@ def call(name, *arguments):
         raise RuntimeError(f"{status}: {message()}")
 
 
-def made(name, *arguments):
+def new(name, *arguments):
     """The value that the call writes to its first parameter."""
     out = ctypes.c_void_p()
     call(name, ctypes.byref(out), *arguments)
@@ -33,11 +33,11 @@ def made(name, *arguments):
 
 
 def stream():
-    return made("aclrtCreateStream")
+    return new("aclrtCreateStream")
 
 
 def memory(size=4096):
-    return made("aclrtMalloc", ctypes.c_size_t(size), 0)
+    return new("aclrtMalloc", ctypes.c_size_t(size), 0)
 
 
 def begin(on, mode=2):

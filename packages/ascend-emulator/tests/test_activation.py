@@ -133,13 +133,13 @@ def test_scaled_masked_softmax_and_gradient(dtype):
     expected.backward(grad.double())
     calls.compute("ScaledMaskedSoftmaxBackward", grad.npu(), out, mask.npu(), scale, False, slopes)
     torch.testing.assert_close(slopes.cpu().double(), exact.grad, rtol=bound, atol=bound)
-    said = "fixed_triu_mask is true; only false is supported"
-    assert calls.refusal("ScaledMaskedSoftmax", x.npu(), mask.npu(), scale, True, out) == said
+    message = "fixed_triu_mask is true; only false is supported"
+    assert calls.refusal("ScaledMaskedSoftmax", x.npu(), mask.npu(), scale, True, out) == message
     assert (
         calls.refusal(
             "ScaledMaskedSoftmaxBackward", grad.npu(), out, mask.npu(), scale, True, slopes
         )
-        == said
+        == message
     )
 
 

@@ -3,9 +3,14 @@
 """ATB's operators (libatb.so), through torch_npu's libop_plugin_atb.so, against their definitions
 in float64."""
 
+import functools
+
+import comparisons
 import pytest
 import torch
 import torch_npu
+
+close = functools.partial(comparisons.close, ulps=6)
 
 HALVES = [torch.float16, torch.bfloat16]
 HEADS = [(4, 4), (8, 2), (6, 1)]  # query heads, key and value heads
@@ -30,11 +35,6 @@ def reference(query, key, value, scale, bias=None):
 def hidden(queries, keys):
     """The causal bias, aligned at the right lower corner."""
     return torch.full((queries, keys), -torch.inf, dtype=torch.float64).triu(keys - queries + 1)
-
-
-def close(actual, expected, ulps=6):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 def paged(lengths, groups, size, dtype, value_size=None):
@@ -262,8 +262,10 @@ def slopes(heads):
 
 
 def distances(queries, keys, roots):
-    far = (torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)).clamp(0).double()
-    return far.sqrt() if roots else far
+    outside = (
+        (torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)).clamp(0).double()
+    )
+    return outside.sqrt() if roots else outside
 
 
 @pytest.mark.parametrize("kind", ["mask", "each", 4, 5])

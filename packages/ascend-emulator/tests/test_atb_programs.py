@@ -174,7 +174,7 @@ def test_an_operator_without_an_emulation_refuses_by_its_name(run):
     assert "[ascend-emulator] AtbMLAPreprocess is not emulated" in done.stderr
 
 
-def test_host_tensors_are_for_atb_alone(run):
+def test_only_atb_accepts_host_tensors(run):
     """Anything else that is given one refuses it, as before."""
     script = """
         import ctypes, torch

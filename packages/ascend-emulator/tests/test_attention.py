@@ -2,13 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention and the paged cache, against softmax(scale * q k^T + mask) v in float64."""
 
+import functools
 import math
 
+import comparisons
 import pytest
 import torch
 import torch_npu
 from cann_calls import Calls
 from torch.nn import functional as F
+
+close = functools.partial(comparisons.close, ulps=6)
 
 HALVES = [torch.float16, torch.bfloat16]
 HEADS = [(4, 4), (8, 2), (6, 1)]  # query heads, key and value heads
@@ -36,11 +40,6 @@ def reference(query, key, value, scale, mask=None):
     if mask is not None:
         scores = scores.masked_fill(mask, -torch.inf)
     return torch.einsum("ntl,lnd->tnd", scores.softmax(-1), value), scores.logsumexp(-1).t()
-
-
-def close(actual, expected, ulps=6):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 def fused(query, key, value, *, heads, mask=None, **options):
@@ -278,9 +277,9 @@ def test_actual_lengths_of_a_padded_batch(layout):
         reference(query[0], key[0, :5], value[0, :5], 0.25)[0],
         reference(query[1, :4], key[1], value[1], 0.25)[0],
     )
-    own = out.cpu().view(2, 6, 2, 16) if layout == "BSH" else out.cpu().transpose(1, 2)
-    close(own[0], first)
-    close(own[1, :4], second)
+    output = out.cpu().view(2, 6, 2, 16) if layout == "BSH" else out.cpu().transpose(1, 2)
+    close(output[0], first)
+    close(output[1, :4], second)
 
 
 @pytest.mark.parametrize("mode", [0, 3])
@@ -354,5 +353,5 @@ def test_query_key_and_value_with_bias(agree, dtype):
     qkv, bias = torch.randn(2, 5, 24).to(dtype), torch.randn(24).to(dtype)
     agree(lambda x, b: torch._transform_bias_rescale_qkv(x, b, 4), qkv, bias)
     out = torch.zeros(2, 5, 5, 1).to(dtype).npu()
-    said = Calls().refusal("TransformBiasRescaleQkv", qkv.npu(), bias.npu(), 5, out, out, out)
-    assert said == "the last dimension of qkv is 24; it must be a multiple of 15"
+    message = Calls().refusal("TransformBiasRescaleQkv", qkv.npu(), bias.npu(), 5, out, out, out)
+    assert message == "the last dimension of qkv is 24; it must be a multiple of 15"

@@ -21,9 +21,9 @@ def pages(lengths, size):
     blocks = [-(-length // BLOCK) for length in lengths]
     cache = torch.full((sum(blocks), BLOCK, GROUPS, size), 9.0).bfloat16()
     table, used = torch.zeros(len(lengths), max(blocks), dtype=torch.int32), 0
-    for row, own, count in zip(table, keys, blocks, strict=True):
+    for row, request_keys, count in zip(table, keys, blocks, strict=True):
         row[:count] = torch.arange(used, used + count)
-        cache[used : used + count].view(-1, GROUPS, size)[: len(own)] = own
+        cache[used : used + count].view(-1, GROUPS, size)[: len(request_keys)] = request_keys
         used += count
     return keys, cache.flatten(2).npu(), table.npu()
 
@@ -34,7 +34,7 @@ def paged(queries, lengths, size, **options):
     ends = list(itertools.accumulate(queries))
     query = torch.randn(ends[-1], HEADS, size).bfloat16()
     causal = {"atten_mask": COMPRESSED.npu(), "sparse_mode": 3}
-    found = torch_npu.npu_fused_infer_attention_score(
+    result = torch_npu.npu_fused_infer_attention_score(
         query.npu(),
         cache,
         cache,
@@ -48,14 +48,16 @@ def paged(queries, lengths, size, **options):
         actual_seq_lengths_kv=list(lengths),
         **(options or causal),
     )[0]
-    for part, own in zip(query.split(queries), keys, strict=True):
-        mask = torch.ones(len(part), len(own), dtype=torch.bool).triu(len(own) - len(part) + 1)
-        own = own.transpose(0, 1)
-        close(
-            found[: len(part)].transpose(0, 1),
-            reference(part.transpose(0, 1), own, own, 0.1, mask)[0],
+    for part, pages_of_keys in zip(query.split(queries), keys, strict=True):
+        mask = torch.ones(len(part), len(pages_of_keys), dtype=torch.bool).triu(
+            len(pages_of_keys) - len(part) + 1
         )
-        found = found[len(part) :]
+        pages_of_keys = pages_of_keys.transpose(0, 1)
+        close(
+            result[: len(part)].transpose(0, 1),
+            reference(part.transpose(0, 1), pages_of_keys, pages_of_keys, 0.1, mask)[0],
+        )
+        result = result[len(part) :]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +86,10 @@ def test_large_heads_over_pages_without_keys_before(queries, lengths, size):
     ids=["chunk", "prompt and decode", "prompt and chunk", "keys of others", "window"],
 )
 def test_large_heads_over_pages_are_refused_on_a2(queries, lengths, mask, size):
-    said = rf"head size is {size} .* \(rule fused_infer_large_heads.pages, seen on hardware: vllm"
-    with pytest.raises(RuntimeError, match=said):
+    message = (
+        rf"head size is {size} .* \(rule fused_infer_large_heads.pages, seen on hardware: vllm"
+    )
+    with pytest.raises(RuntimeError, match=message):
         paged(queries, lengths, size, **mask)
 
 
@@ -145,8 +149,8 @@ def replayed(version, probed, longest, size=128, dtype=torch.bfloat16):
             torch.npu.graph_task_update_end(update)
     torch.npu.synchronize()
     graph.replay()
-    own = keys[0].transpose(0, 1)
-    return out[0, :, None], reference(query.transpose(0, 1), own, own, 0.1)[0]
+    heads_first = keys[0].transpose(0, 1)
+    return out[0, :, None], reference(query.transpose(0, 1), heads_first, heads_first, 0.1)[0]
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -7,13 +7,9 @@ import re
 import pytest
 import torch
 import torch_npu
+from comparisons import close
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def close(actual, expected, ulps=4):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -59,14 +55,14 @@ def test_ring_attention_update(calls, layout):
         given(largest[1]),
         given(sums[1]),
     ]
-    out, most, total = torch_npu.npu_ring_attention_update(*parts, **options)
+    out, maxima, total = torch_npu.npu_ring_attention_update(*parts, **options)
     if layout != "TND":  # the first version, which MindSpeed calls
-        first = [torch.empty_like(x) for x in (out, most, total)]
+        first = [torch.empty_like(x) for x in (out, maxima, total)]
         layout_of_outputs = options.get("input_layout", "SBH")
         calls.compute(
             "RingAttentionUpdate", *parts, options.get("actual_seq_qlen"), layout_of_outputs, *first
         )
-        assert all(torch.equal(*pair) for pair in zip(first, (out, most, total), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(first, (out, maxima, total), strict=True))
     lse = largest.double() + sums.double().log()
     weights = (lse - lse.logsumexp(0)).exp()
     if layout == "SBH":
@@ -74,9 +70,9 @@ def test_ring_attention_update(calls, layout):
         close(out, wide.sum(0).flatten(2), ulps=16)
     else:
         close(out, (outs.double() * weights[..., None]).sum(0), ulps=16)
-    assert torch.equal(most.cpu(), torch.maximum(given(largest[0]), given(largest[1])).cpu())
+    assert torch.equal(maxima.cpu(), torch.maximum(given(largest[0]), given(largest[1])).cpu())
     close(
-        (most + total.log())[..., 0].flatten().sort()[0],
+        (maxima + total.log())[..., 0].flatten().sort()[0],
         lse.logsumexp(0).flatten().sort()[0],
         ulps=16,
     )

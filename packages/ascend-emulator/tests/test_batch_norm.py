@@ -75,7 +75,7 @@ def test_pieces_make_the_whole():
         grad.npu(), x.npu(), mean, invstd, weight.npu(), sum_dy, sum_dy_xmu, counts.int()
     )
 
-    own, slope, offset = (
+    local, slope, offset = (
         x.double().requires_grad_(),
         weight.double().requires_grad_(),
         bias.double().requires_grad_(),
@@ -85,14 +85,14 @@ def test_pieces_make_the_whole():
         torch.ones(4, dtype=torch.double),
     )
     expected = F.batch_norm(
-        own, expected_mean, expected_var, slope, offset, training=True, momentum=0.25, eps=EPSILON
+        local, expected_mean, expected_var, slope, offset, training=True, momentum=0.25, eps=EPSILON
     )
     expected.backward(grad.double())
     for ours, theirs in (
         (y, expected),
         (running_mean, expected_mean),
         (running_var, expected_var),
-        (grad_x, own.grad),
+        (grad_x, local.grad),
         (grad_weight, slope.grad),
         (grad_bias, offset.grad),
     ):

@@ -168,6 +168,6 @@ def test_windows_that_begin_at_odd_tokens_of_pages(before):
         0, 1
     )
     assert out[0, 1].isnan().all()
-    others = torch.ones(queries, 6, dtype=torch.bool)
-    others[0, 1] = False
-    close(out.cpu()[others], wanted[others], 6)
+    hidden = torch.ones(queries, 6, dtype=torch.bool)
+    hidden[0, 1] = False
+    close(out.cpu()[hidden], wanted[hidden], 6)

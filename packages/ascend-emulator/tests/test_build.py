@@ -23,7 +23,7 @@ def test_every_folder_belongs_to_one_unit():
     )
 
 
-def test_units_contain_every_source_once_and_are_of_similar_size():
+def test_units_have_every_source_once_and_similar_sizes():
     units = build.units()
     paths = [path for unit in units.values() for path in unit]
     assert sorted(paths) == sorted(build.SOURCES.rglob("*.cpp"))
@@ -66,7 +66,7 @@ def test_sources_are_formatted():
 
 
 @pytest.mark.parametrize("unit", build.UNITS)
-def test_headers_in_front_of_torch_s_belong_to_each_unit(unit, tmp_path):
+def test_every_unit_depends_on_the_headers_before_torch(unit, tmp_path):
     """Otherwise an object file of other headers would be taken from the cache."""
     headers = [path.read_bytes() for path in build.ATEN.rglob("*.h")]
     assert len(headers) == 2

@@ -55,18 +55,18 @@ def as_stranger(body):
             os.setgroups([])
             os.setgid(STRANGER)
             os.setuid(STRANGER)
-            said = body()
+            message = body()
         except cache.BuildError as error:
-            said = str(error)
+            message = str(error)
         except BaseException:
-            said = traceback.format_exc()
-        os.write(writer, said.encode())
+            message = traceback.format_exc()
+        os.write(writer, message.encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        message = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return message
 
 
 def build_in(run, directory):
@@ -96,7 +96,7 @@ def test_one_library_of_another_user_is_enough(run, compiled, shared):
 
 
 @as_root
-def test_other_users_may_use_root_s_cache_but_not_change_it(compiled, shared):
+def test_cache_of_root_is_read_only_for_other_users(compiled, shared):
     def use():
         assert cache.complete(compiled, "complete")
         with cache.lock(compiled.with_suffix(".lock")):
@@ -143,7 +143,7 @@ def test_foreign_cache_in_a_shared_directory_is_refused(run, compiled, shared):
 
 
 @as_root
-def test_the_user_s_own_group_may_have_write_permission(shared):
+def test_primary_group_may_have_write_permission(shared):
     """A umask of 002 is usual where each user has a group of the same number."""
     target = shared / "cache"
     target.mkdir()
@@ -153,7 +153,7 @@ def test_the_user_s_own_group_may_have_write_permission(shared):
     assert as_stranger(lambda: str(cache.complete(target, "complete"))) == "True"
 
 
-def test_what_is_created_is_this_user_s_whatever_the_umask(tmp_path):
+def test_created_files_are_private_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         with cache.lock(tmp_path / "a" / "b" / "digest.lock"):
@@ -193,21 +193,21 @@ def test_a_lock_does_not_follow_a_link(run, compiled, shared, tmp_path):
 
 def test_a_lock_that_another_process_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.3)
-    path, said = tmp_path / "digest.lock", []
+    path, messages = tmp_path / "digest.lock", []
     with open(path, "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with (
             pytest.raises(
                 cache.BuildError, match=f"another process holds {path} for 0 s; fix: end it"
             ),
-            cache.lock(path, said.append),
+            cache.lock(path, messages.append),
         ):
             pass
-        assert said == [f"ascend-emulator: waiting for another process, which holds {path} ..."]
+        assert messages == [f"ascend-emulator: waiting for another process, which holds {path} ..."]
         monkeypatch.undo()
         threading.Timer(0.3, fcntl.flock, (holder, fcntl.LOCK_UN)).start()
-        with cache.lock(path, said.append):
-            assert len(said) == 2
+        with cache.lock(path, messages.append):
+            assert len(messages) == 2
 
 
 def test_a_relative_cache_is_found_from_another_directory(run, compiled, shared, monkeypatch):

@@ -31,7 +31,7 @@ def at(tensor):
     return c_void_p(tensor.data_ptr())
 
 
-def test_memory_is_set_and_copied_in_a_stream_s_order(acl, stream):
+def test_memory_is_set_and_copied_in_stream_order(acl, stream):
     x, host = torch.zeros(64, dtype=torch.uint8, device="npu"), c_void_p()
     torch.npu.synchronize()
     assert acl.aclrtMallocHostWithCfg(byref(host), c_uint64(64), None) == 0
@@ -72,23 +72,23 @@ def test_callbacks_run_on_the_thread_that_processes_reports(acl, stream):
 
     thread = threading.Thread(target=process)
     thread.start()
-    own = c_uint64(thread.ident)
-    assert acl.aclrtSubscribeReport(own, stream) == 0
+    thread_id = c_uint64(thread.ident)
+    assert acl.aclrtSubscribeReport(thread_id, stream) == 0
     for number in (1, 2):
         assert acl.aclrtLaunchCallback(callback, c_void_p(number), 1, stream) == 0
     ready.set()
     assert acl.aclrtSynchronizeStream(stream) == 0
     thread.join()
     assert ran == [(1, thread.ident), (2, thread.ident)]
-    assert acl.aclrtUnSubscribeReport(own, stream) == 0
+    assert acl.aclrtUnSubscribeReport(thread_id, stream) == 0
     assert acl.aclrtLaunchCallback(callback, None, 1, stream) == 107015
 
 
 def test_a_graph_is_listed_on_standard_output(acl, capfd):
-    x, model, own = torch.ones(3, device="npu"), c_void_p(), torch.npu.Stream()
-    stream = c_void_p(own.npu_stream)
+    x, model, capture_stream = torch.ones(3, device="npu"), c_void_p(), torch.npu.Stream()
+    stream = c_void_p(capture_stream.npu_stream)
     torch.npu.synchronize()
-    with torch.npu.stream(own):
+    with torch.npu.stream(capture_stream):
         assert acl.aclmdlRICaptureBegin(stream, 2) == 0
         torch.abs(x, out=x)
         # This empties torch_npu's queue, which the next call bypasses.
@@ -100,7 +100,7 @@ def test_a_graph_is_listed_on_standard_output(acl, capfd):
     assert acl.aclmdlRIDestroy(model) == 0
 
 
-def test_aborting_a_device_s_tasks_ends_a_wait(run):
+def test_aborting_tasks_of_a_device_ends_a_wait(run):
     """torch_npu then raises FORCE STOP by itself (its stop_device)."""
     script = """
         import ctypes, torch
@@ -138,7 +138,7 @@ def test_aborting_a_device_waits_for_the_running_operator(run):
     assert done.stdout.strip() == "True True", (done.stdout, done.stderr)
 
 
-def test_memory_is_shared_with_listed_processes_alone(acl):
+def test_memory_is_shared_only_with_listed_processes(acl):
     memory, key = c_void_p(), ctypes.create_string_buffer(65)
     assert acl.aclrtMallocAlign32(byref(memory), c_size_t(1 << 21), 0) == 0
     assert (
@@ -158,13 +158,13 @@ def test_faulty_memory_is_repaired(acl):
     torch.npu.synchronize()
     faults.inject("aclrtSynchronizeDevice", kind="uce")
     assert acl.aclrtSynchronizeDevice() != 0
-    found = []
+    result = []
     for _ in range(2):
         assert acl.aclrtGetMemUceInfo(0, ranges, c_size_t(1), byref(count)) == 0
-        found.append(count.value)
+        result.append(count.value)
         assert acl.aclrtMemUceRepair(0, ranges, c_size_t(1)) == 0
     faults.clear()
-    assert found == [1, 0]
+    assert result == [1, 0]
     assert held.sum().item() == 1 << 20
 
 

@@ -4,6 +4,7 @@
 
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import signal
@@ -267,6 +268,13 @@ def test_help_describes_each_subcommand(run, action):
     assert listed[1] in text
 
 
+@pytest.mark.parametrize("actions", [[], ["run"], ["verify"]])
+def test_help_fits_the_terminal(run, actions):
+    lines = run(*actions, "--help", COLUMNS="60").stdout.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if len(line) > 60] == []
+
+
 @pytest.mark.parametrize("generic", [False, True])
 def test_vector_unit_is_reported_and_can_be_avoided(run, generic):
     """Sums have the order of the vector unit. The line has what the kernels, ATen, MKL and oneDNN
@@ -311,9 +319,9 @@ def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
 
 def test_compiler_that_fails_is_reported_in_a_line(run, tmp_path):
     compiler = tmp_path / "broken"
-    said = "x.cpp:1: error: no such luck\\nbecause of this\\n"
+    message = "x.cpp:1: error: no such luck\\nbecause of this\\n"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && {{ echo broken 1.0; exit; }}\nprintf "{said}" >&2;'
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ echo broken 1.0; exit; }}\nprintf "{message}" >&2;'
         " exit 1\n"
     )
     compiler.chmod(0o755)
@@ -352,10 +360,11 @@ def test_cuda_build_of_torch_is_refused_in_a_line(run, tmp_path):
     done = run("build", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     version = importlib.metadata.version("torch").partition("+")[0]
+    local = "+cpu" if platform.machine() == "x86_64" else ""
     assert done.stderr.splitlines() == [
         f"ascend-emulator: torch {version} is a CUDA build, beside which torch-npu aborts; torch's"
-        f" CPU build is supported; fix: pip install --force-reinstall --no-deps 'torch=={version}'"
-        " 'torchvision==9.8' --index-url https://download.pytorch.org/whl/cpu"
+        f" CPU build is supported; fix: pip install --force-reinstall --no-deps"
+        f" 'torch=={version}{local}' 'torchvision==9.8{local}' --index-url https://download.pytorch.org/whl/cpu"
     ]
 
 

@@ -77,7 +77,7 @@ def test_a_kernel_of_no_size_is_refused():
         F.conv_transpose3d(torch.ones(1, 1, 1, 1, 1).npu(), torch.ones(1, 1, 0, 1, 1).npu())
 
 
-def test_nnpack_s_convolution():
+def test_convolution_of_nnpack():
     x, w, b = (torch.randint(-2, 3, shape).float() for shape in [(2, 4, 7, 6), (6, 4, 3, 3), (6,)])
     actual = torch._nnpack_spatial_convolution(x.npu(), w.npu(), b.npu(), (2, 1))
     assert torch.equal(actual.cpu(), F.conv2d(x, w, b, padding=(2, 1)))

@@ -159,5 +159,5 @@ def test_transposition_and_shape_in_one():
     calls.compute("ConfusionTranspose", x.npu(), [0, 2, 1], [2, 12, 6], False, second)
     assert torch.equal(first.cpu(), x.permute(0, 2, 1, 3).reshape(2, 4, 18))
     assert torch.equal(second.cpu(), x.reshape(2, 12, 6).permute(0, 2, 1))
-    said = calls.refusal("ConfusionTranspose", x.npu(), [0, 2, 2], [2, 12, 6], False, second)
-    assert said == "perm is [0, 2, 2]; it must be a permutation of 3 dimensions"
+    message = calls.refusal("ConfusionTranspose", x.npu(), [0, 2, 2], [2, 12, 6], False, second)
+    assert message == "perm is [0, 2, 2]; it must be a permutation of 3 dimensions"

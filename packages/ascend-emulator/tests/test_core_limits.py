@@ -21,49 +21,53 @@ def acl():
     return ctypes.CDLL("libascendcl.so")
 
 
-def told(call, *arguments):
+def limits(call, *arguments):
     """The limits of cube and vector cores."""
-    value, found = c_uint32(), []
+    value, result = c_uint32(), []
     for kind in (0, 1):
         assert call(*arguments, kind, byref(value)) == 0
-        found.append(value.value)
-    return tuple(found)
+        result.append(value.value)
+    return tuple(result)
 
 
 def test_core_limits_of_stream_npu_and_hardware_apply_in_order(acl):
     stream, other = torch.npu.Stream(), torch.npu.Stream()
     handle, without = c_void_p(stream.npu_stream), c_void_p(other.npu_stream)
     assert (
-        told(acl.aclrtGetDeviceResLimit, 0) == told(acl.aclrtGetStreamResLimit, handle) == HARDWARE
+        limits(acl.aclrtGetDeviceResLimit, 0)
+        == limits(acl.aclrtGetStreamResLimit, handle)
+        == HARDWARE
     )
     assert acl.aclrtSetDeviceResLimit(0, 0, 12) == 0
     assert acl.aclrtSetStreamResLimit(handle, 0, 6) == acl.aclrtSetStreamResLimit(handle, 1, 8) == 0
     assert (
-        told(acl.aclrtGetDeviceResLimit, 0) == told(acl.aclrtGetStreamResLimit, without) == (12, 48)
+        limits(acl.aclrtGetDeviceResLimit, 0)
+        == limits(acl.aclrtGetStreamResLimit, without)
+        == (12, 48)
     )
-    assert told(acl.aclrtGetStreamResLimit, handle) == (6, 8)
-    assert told(acl.aclrtGetResInCurrentThread) == (12, 48)
+    assert limits(acl.aclrtGetStreamResLimit, handle) == (6, 8)
+    assert limits(acl.aclrtGetResInCurrentThread) == (12, 48)
     assert acl.aclrtUseStreamResInCurrentThread(handle) == 0
-    assert told(acl.aclrtGetResInCurrentThread) == (6, 8)
+    assert limits(acl.aclrtGetResInCurrentThread) == (6, 8)
     seen = []
     thread = threading.Thread(
-        target=lambda: seen.extend((acl.aclrtSetDevice(0), told(acl.aclrtGetResInCurrentThread))),
+        target=lambda: seen.extend((acl.aclrtSetDevice(0), limits(acl.aclrtGetResInCurrentThread))),
     )
     thread.start()
     thread.join()
     assert seen == [0, (12, 48)]
     assert acl.aclrtUnuseStreamResInCurrentThread(handle) == 0
-    assert told(acl.aclrtGetResInCurrentThread) == (12, 48)
+    assert limits(acl.aclrtGetResInCurrentThread) == (12, 48)
     assert acl.aclrtResetStreamResLimit(handle) == 0
-    assert told(acl.aclrtGetStreamResLimit, handle) == (12, 48)
+    assert limits(acl.aclrtGetStreamResLimit, handle) == (12, 48)
     assert acl.aclrtResetDeviceResLimit(0) == 0
-    assert told(acl.aclrtGetDeviceResLimit, 0) == HARDWARE
+    assert limits(acl.aclrtGetDeviceResLimit, 0) == HARDWARE
 
 
 @pytest.mark.parametrize(("kind", "value"), [(0, 25), (1, 49), (0, 0), (2, 1)])
 def test_a_limit_that_the_chip_has_not_is_refused(acl, kind, value):
     assert acl.aclrtSetDeviceResLimit(0, kind, value) != 0
-    assert told(acl.aclrtGetDeviceResLimit, 0) == HARDWARE
+    assert limits(acl.aclrtGetDeviceResLimit, 0) == HARDWARE
 
 
 def test_limits_of_torch_npu(run):
@@ -89,7 +93,7 @@ def test_limits_of_torch_npu(run):
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_a_prefetch_is_of_this_npu_s_memory(acl):
+def test_prefetch_accepts_only_memory_of_this_npu(acl):
     x, stream = torch.arange(64, device="npu"), torch.npu.Stream()
     torch.npu.synchronize()
     handle = c_void_p(stream.npu_stream)

@@ -55,7 +55,7 @@ def counts():  # by the driver and by the runtime
 
 for visible in ("0,2", "2", "1,9,0", "", "x", "0, 1", "0 ,1", "1,0", "0,1,1", "npu0", "0,", ",0"):
     ask("visible " + visible, counts, npus=3, ASCEND_RT_VISIBLE_DEVICES=visible)
-ask("most", torch.npu.device_count, npus=most_npus())
+ask("last", lambda: str(torch.ones(1, device=f"npu:{most_npus() - 1}").device), npus=most_npus())
 
 def placed():
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_visible_devices(answers, visible, count):
     assert answers[f"visible {visible}"] == [count, count]
 
 
-def test_ray_s_own_detection_finds_visible_npus_and_their_chip(run):
+def test_ray_detects_visible_npus_and_their_chip(run):
     from ray._private.accelerators import npu
 
     script = f"""
@@ -202,8 +202,9 @@ print(manager.get_current_node_num_accelerators(), manager.get_current_node_acce
     assert done.stdout == "2 Ascend910B4\n", done.stderr
 
 
-def test_sixty_four(answers):
-    assert answers["most"] == most_npus()
+def test_the_last_of_the_most_npus_can_be_used(answers):
+    """A process with more gets an error of torch_npu at those beyond."""
+    assert answers["last"] == f"npu:{most_npus() - 1}"
 
 
 def test_tensors_on_several_npus(answers):

@@ -15,8 +15,8 @@ def test_real_npus_beside_emulated_ones_are_a_warning(
     (tmp_path / "davinci_manager").touch()
     assert list(doctor.check(devices=tmp_path)) == []
     (tmp_path / "davinci0").touch()
-    ((title, state, found, _),) = doctor.check(devices=tmp_path)
+    ((title, state, text, _),) = doctor.check(devices=tmp_path)
     assert (title, state) == ("emulated NPUs", "warn")
-    assert f"this machine has 1 NPUs ({tmp_path}/davinci0)" in found
+    assert f"this machine has 1 NPUs ({tmp_path}/davinci0)" in text
     monkeypatch.delenv("ASCEND_EMULATOR_NPUS")
     assert list(doctor.check(devices=tmp_path)) == []

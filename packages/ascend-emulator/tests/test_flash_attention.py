@@ -3,11 +3,15 @@
 """Training's attention, forward and backward, against softmax(scale * (q k^T + pse)) v and its
 derivative in float64."""
 
+import functools
 import re
 
+import comparisons
 import pytest
 import torch
 import torch_npu
+
+close = functools.partial(comparisons.close, ulps=8)
 
 HEADS, GROUPS, SIZE = 4, 2, 32
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
@@ -39,13 +43,6 @@ def attend(query, key, value, scale, mask=None, bias=None, sink=None):
         0 if sink is None else (sink[:, None, None] - largest).exp()
     )
     return weights / total @ value, largest, total
-
-
-def close(actual, expected, ulps=8):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(
-        actual.detach().cpu().double(), expected.detach(), atol=bound, rtol=bound
-    )
 
 
 def places(x, layout):
@@ -143,11 +140,11 @@ def test_packed_requests(arrangement, options):
     expected = torch.cat([p[0].transpose(0, 1) for p in parts])
     close(out, expected, ulps=32)
     for mine, place in ((largest, 1), (total, 2)):
-        own = [
+        local = [
             p[place].transpose(0, 1).flatten(0, 1) if arrangement else p[place].flatten(0, 1)
             for p in parts
         ]
-        close(mine.reshape(-1, 8), torch.cat(own).expand(-1, 8), ulps=64)
+        close(mine.reshape(-1, 8), torch.cat(local).expand(-1, 8), ulps=64)
     both(ours, wide, out, expected, 1e-4)
 
 

@@ -103,20 +103,20 @@ def test_others(agree, dtype):
 
 def test_gradients_are_unscaled_and_checked():
     gradients = [torch.tensor([2.0, 4.0]).npu(), torch.tensor([8.0]).npu()]
-    found, scale = torch.zeros(1).npu(), torch.tensor([0.5]).npu()
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+    result, scale = torch.zeros(1).npu(), torch.tensor([0.5]).npu()
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, result, scale)
     assert [gradient.tolist() for gradient in gradients] == [[1.0, 2.0], [4.0]]
-    assert found.item() == 0
+    assert result.item() == 0
     torch._amp_foreach_non_finite_check_and_unscale_(
-        [torch.tensor([torch.inf]).npu()], found, scale
+        [torch.tensor([torch.inf]).npu()], result, scale
     )
-    assert found.item() == 1
+    assert result.item() == 1
 
 
 def test_scale_of_mixed_precision():
     scale, tracker = torch.tensor([8.0]).npu(), torch.zeros(1, dtype=torch.int32).npu()
-    for found, expected in ((0.0, 8.0), (0.0, 16.0), (1.0, 8.0)):
-        torch._amp_update_scale_(scale, tracker, torch.tensor([found]).npu(), 2.0, 0.5, 2)
+    for actual, expected in ((0.0, 8.0), (0.0, 16.0), (1.0, 8.0)):
+        torch._amp_update_scale_(scale, tracker, torch.tensor([actual]).npu(), 2.0, 0.5, 2)
         assert scale.item() == expected
 
 

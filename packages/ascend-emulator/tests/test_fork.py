@@ -107,7 +107,7 @@ print(torch.isfinite(y).all().item())
     assert output(run, script) == ["ended"] * 5 + ["True"]
 
 
-def test_data_loader_workers_are_forked_from_a_process_with_npus(run):
+def test_data_loader_forks_workers_of_a_process_that_uses_npus(run):
     script = """
 from torch.utils.data import DataLoader
 x = torch.ones(4, device="npu")

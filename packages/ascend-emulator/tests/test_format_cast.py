@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_npu
 from cann_calls import Calls
+from comparisons import close_sums, integers, on_npu
 from memory_calls import acl, address_of, check
 
 NZ, ND = 29, 2
@@ -21,24 +22,6 @@ def internal_formats():
     torch.npu.config.allow_internal_format = True
     yield
     torch.npu.config.allow_internal_format = False  # its default; it cannot be read
-
-
-def close(actual, expected, ulps=2):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(
-        actual.cpu().double(),
-        expected,
-        atol=bound * max(1.0, expected.abs().max().item()),
-        rtol=bound,
-    )
-
-
-def npu(values):
-    return [x.npu() for x in values]
-
-
-def integers(*shape, low=-128, high=128):
-    return torch.randint(low, high, shape, dtype=torch.int8)
 
 
 def nz(x):
@@ -113,7 +96,7 @@ def test_an_overwritten_storage_is_read_in_its_order():
             address_of(cast), stored.nbytes, ctypes.c_void_p(stored.data_ptr()), stored.nbytes, 1
         )
     )
-    close(x.npu() @ cast, x.double() @ weight.double())
+    close_sums(x.npu() @ cast, x.double() @ weight.double())
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -123,9 +106,9 @@ def test_products_with_nz_weights(dtype):
         torch.randn(24, 40).to(dtype),
         torch.randn(24).to(dtype),
     )
-    close(x.npu() @ nz(weight.T.contiguous()), x.double() @ weight.double().T)
-    close(torch.nn.functional.linear(x.npu(), nz(weight)), x.double() @ weight.double().T)
-    close(
+    close_sums(x.npu() @ nz(weight.T.contiguous()), x.double() @ weight.double().T)
+    close_sums(torch.nn.functional.linear(x.npu(), nz(weight)), x.double() @ weight.double().T)
+    close_sums(
         torch.nn.functional.linear(x.npu(), nz(weight), bias.npu()),
         x.double() @ weight.double().T + bias.double(),
     )
@@ -133,9 +116,9 @@ def test_products_with_nz_weights(dtype):
     actual = torch_npu.npu_quant_matmul(
         a.npu(), nz(b), scale.npu(), pertoken_scale=torch.ones(5).npu(), output_dtype=dtype
     )
-    close(actual, a.double() @ b.double() * scale.double())
+    close_sums(actual, a.double() @ b.double() * scale.double())
     left, right = torch.randn(4, 6, 32).to(dtype), torch.randn(4, 32, 48).to(dtype)
-    close(
+    close_sums(
         torch_npu.npu_transpose_batchmatmul(left.npu(), nz(right)),
         (left.double() @ right.double()).transpose(0, 1),
         ulps=8,
@@ -148,7 +131,7 @@ def test_batches_of_nz_weights():
     a, b = torch.randn(3, 5, 40).half(), torch.randn(3, 40, 24).half()
     weight = nz(b)
     calls.compute("BatchMatMulWeightNz", a.npu(), weight, out, 0)
-    close(out, a.double() @ b.double())
+    close_sums(out, a.double() @ b.double())
     assert calls.refusal("BatchMatMulWeightNz", a.float().npu(), weight, out, 0).startswith(
         "self is Float (DT_FLOAT); allowed: Half, BFloat16 (rule matmul_weight_nz.dtype, "
     )
@@ -167,7 +150,7 @@ def test_products_with_quantized_nz_weights():
     words = torch_npu.npu_convert_weight_to_int4pack(nz(weight.int()))
     assert torch_npu.get_npu_format(words) == NZ
     for cast in (nz(weight), words):
-        close(torch_npu.npu_weight_quant_batchmatmul(x.npu(), cast, scale.npu()), expected)
+        close_sums(torch_npu.npu_weight_quant_batchmatmul(x.npu(), cast, scale.npu()), expected)
 
 
 def test_grouped_products_with_nz_weights():
@@ -183,17 +166,17 @@ def test_grouped_products_with_nz_weights():
         * per_token.double()[:, None]
     )
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]),
+        on_npu([x]),
         [nz(weight)],
-        scale=npu([scale]),
-        per_token_scale=npu([per_token]),
+        scale=on_npu([scale]),
+        per_token_scale=on_npu([per_token]),
         group_list=counts.npu(),
         split_item=3,
         group_type=0,
         group_list_type=1,
         output_dtype=torch.float16,
     )
-    close(actual[0], wide)
+    close_sums(actual[0], wide)
     rows, logit = torch.arange(8), torch.rand(8)
     summed = torch_npu.npu_grouped_matmul_finalize_routing(
         x.npu(),
@@ -206,7 +189,7 @@ def test_grouped_products_with_nz_weights():
         dtype=torch.float32,
         group_list_type=1,
     )
-    close(summed, wide * logit.double()[:, None], ulps=64)
+    close_sums(summed, wide * logit.double()[:, None], ulps=64)
     gate, up = wide.chunk(2, -1)
     step = (torch.nn.functional.silu(gate) * up).abs().amax(-1) / 127
     storage = nz(weight).view(3, 8, 2, 16, 32)  # in its storage's dimensions
@@ -218,10 +201,10 @@ def test_grouped_products_with_nz_weights():
             x.npu(), storage, counts.cumsum(0).npu(), scale.npu(), per_token.npu()
         ),
         torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-            x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()
+            x.npu(), [nz(weight)], on_npu([scale]), per_token.npu(), counts.cumsum(0).npu()
         ),
     ):
-        close(steps, step, ulps=64)
+        close_sums(steps, step, ulps=64)
         assert (
             (values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs()
             <= 0.501
@@ -234,19 +217,19 @@ def test_int4_words_of_an_nz_weight():
     counts, x, pairs = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 64)
     scale, per_token = torch.rand(3, 128).npu() * 1e-3, torch.rand(8).npu()
     words = nz(pairs).view(torch.int32).view(3, 2, 2, 16, 8)
-    found, expected = (
+    actual, expected = (
         torch_npu.npu_grouped_matmul_swiglu_quant(
             x.npu(), weight, counts.cumsum(0).npu(), scale, per_token
         )
         for weight in (words, pairs.npu().view(torch.int32))
     )
     assert expected[0].any()
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
 
 
 @pytest.mark.parametrize(
-    ("view", "found"),
+    ("view", "layout"),
     [
         (lambda w: w[:, 16:32], r"shape \[64, 16\], strides \[48, 1\] and offset 16"),
         (lambda w: w[16:32], r"shape \[16, 48\], strides \[48, 1\] and offset 768"),
@@ -254,12 +237,12 @@ def test_int4_words_of_an_nz_weight():
     ],
     ids=["columns", "rows", "reshaped"],
 )
-def test_a_view_is_not_a_part_of_the_matrix(view, found):
+def test_a_view_is_not_a_part_of_the_matrix(view, layout):
     part = view(nz(torch.ones(64, 48).half()))
     x = torch.ones(2, part.size(0)).half().npu()
     with pytest.raises(
         RuntimeError,
-        match=rf"mat2 has {found} in storage \[3, 4, 16, 16\] of FRACTAL_NZ; only the whole matrix",
+        match=rf"mat2 has {layout} in storage \[3, 4, 16, 16\] of FRACTAL_NZ; only the whole matrix",
     ):
         print(x @ part)
 

@@ -6,23 +6,10 @@ float64."""
 import pytest
 import torch
 import torch_npu
+from comparisons import close_numbers, same_integers
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def same_integers(actual, wide, lowest, highest):
-    """Rounded values: where float32 and float64 fall on different sides of a tie, they may differ
-    by one."""
-    actual, expected = actual.cpu().double(), wide.round().clamp(lowest, highest)
-    near_tie = ((wide - wide.floor()) - 0.5).abs() < 1e-3
-    assert actual.shape == expected.shape
-    assert torch.equal(actual[~near_tie], expected[~near_tie])
-    assert ((actual - expected).abs() <= 1)[near_tie].all()
-
-
-def close(actual, expected, tolerance=1e-5):
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -33,7 +20,9 @@ def close(actual, expected, tolerance=1e-5):
 def test_swiglu(shape, dim, dtype):
     x = torch.randn(shape).to(dtype)
     gate, up = x.double().chunk(2, dim)
-    close(torch_npu.npu_swiglu(x.npu(), dim=dim), F.silu(gate) * up, 3 * torch.finfo(dtype).eps)
+    close_numbers(
+        torch_npu.npu_swiglu(x.npu(), dim=dim), F.silu(gate) * up, 3 * torch.finfo(dtype).eps
+    )
 
 
 def test_swiglu_of_strided_rows_is_refused():
@@ -94,7 +83,7 @@ def test_swiglu_quant(mode, kind, left):
     group = torch.tensor([0, 1, 1, 1, 2, 2])
     wide = swiglu(x, left) * smooth.double()[group]
     if mode == 1:
-        close(scale, 127 / wide.abs().amax(-1), 1e-4)
+        close_numbers(scale, 127 / wide.abs().amax(-1), 1e-4)
         same_integers(values, wide * (127 / wide.abs().amax(-1))[:, None], -128, 127)
     else:
         same_integers(values, wide + offsets.double()[group], -128, 127)
@@ -133,7 +122,7 @@ def test_dequant_swiglu_quant(grouped, variant):
         wide = swiglu(wide, True)
     wide = wide * smooth.double()[group]
     step = wide.abs().amax(-1) / 127
-    close(scale, step)
+    close_numbers(scale, step)
     same_integers(values, wide / step[:, None], -128, 127)
 
 
@@ -152,14 +141,14 @@ def test_clipped_swiglu(interleaved):
     wide = x[:4].double()
     gate, value = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, -1)
     gate = gate.clamp(max=1)
-    close(actual[:4], gate * torch.sigmoid(0.7 * gate) * (value.clamp(-1, 1) + 1.2))
+    close_numbers(actual[:4], gate * torch.sigmoid(0.7 * gate) * (value.clamp(-1, 1) + 1.2))
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_mul(approximate):
     x = torch.randn(3, 5, 8)
     first, second = x.double().chunk(2, -1)
-    close(
+    close_numbers(
         torch_npu.npu_gelu_mul(x.npu(), approximate=approximate),
         F.gelu(first, approximate=approximate) * second,
     )
@@ -170,12 +159,12 @@ def gradients(function, reference, *arguments):
     ours = [x.npu().requires_grad_() for x in arguments]
     wide = [x.double().requires_grad_() for x in arguments]
     result, expected = function(*ours), reference(*wide)
-    close(result, expected.detach())
+    close_numbers(result, expected.detach())
     cotangent = torch.randn(expected.shape)
     result.backward(cotangent.npu())
     expected.backward(cotangent.double())
-    for own, other in zip(ours, wide, strict=True):
-        close(own.grad, other.grad)
+    for actual, other in zip(ours, wide, strict=True):
+        close_numbers(actual.grad, other.grad)
 
 
 @pytest.mark.parametrize("approximate", [0, 1])

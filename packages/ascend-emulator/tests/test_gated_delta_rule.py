@@ -33,8 +33,8 @@ def golden(query, key, value, state, beta, g, scale, of_keys=None):
     return outputs, states
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=2**-8, atol=2**-9)
+def close(result, wanted):
+    torch.testing.assert_close(result.cpu().double(), wanted, rtol=2**-8, atol=2**-9)
 
 
 @pytest.mark.parametrize("accepted", [None, (2, 1, 3)])
@@ -63,9 +63,9 @@ def test_recurrent_rule_writes_the_state_after_each_token(accepted, decays):
     for request, length in enumerate(lengths):
         part = slice(start, start + length)
         first = blocks[start + (accepted[request] - 1 if accepted else 0)]
-        own = [x[part] for x in (query, key, value)]
+        parts = [x[part] for x in (query, key, value)]
         outputs, states = golden(
-            *own,
+            *parts,
             state[first],
             beta[part],
             None if g is None else g[part],
@@ -101,9 +101,9 @@ def test_chunk_rule_returns_the_last_states(lengths, decays):
     start = 0
     for request, length in enumerate(lengths):
         part = slice(start, start + length)
-        own = [x[part] for x in (query, key, value)]
+        parts = [x[part] for x in (query, key, value)]
         outputs, states = golden(
-            *own, state[request], beta[part], g[part] if decays else None, 0.125
+            *parts, state[request], beta[part], g[part] if decays else None, 0.125
         )
         close(out[part], outputs)
         close(final[request], states[-1])
@@ -153,7 +153,7 @@ def test_shapes_and_dtypes_beyond_the_documentation_are_refused(case, message):
 
 def test_values_beyond_the_documentation_are_refused(run):
     done = run("run", "--npus", "1", "--", sys.executable, str(Path(calls.__file__)))
-    said = done.stderr.split("CASE ")[1:]
-    assert len(said) == len(calls.OF_VALUES), done.stderr
-    for message, text in zip(calls.OF_VALUES, said, strict=True):
+    log = done.stderr.split("CASE ")[1:]
+    assert len(log) == len(calls.OF_VALUES), done.stderr
+    for message, text in zip(calls.OF_VALUES, log, strict=True):
         assert message in text

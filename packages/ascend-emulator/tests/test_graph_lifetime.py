@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from memory_calls import DEVICE, MIB, Location, Physical, acl
-from runtime_calls import ConditionalTask, begin, call, copy, end, fill, made, memory, replay
+from runtime_calls import ConditionalTask, begin, call, copy, end, fill, memory, new, replay
 from sanitizers import without_sanitizers
 
 
@@ -26,7 +26,7 @@ def stream():
     streams = []
 
     def create():
-        streams.append(made("aclrtCreateStream"))
+        streams.append(new("aclrtCreateStream"))
         return streams[-1]
 
     yield create
@@ -59,8 +59,8 @@ def test_replayed_copy_of_freed_memory_is_refused(captured, argument, again):
     graph, on = captured(body)
     replay(graph, on)
     call("aclrtFree", freed)
-    others = [memory() for _ in range(3 if again else 0)]
-    assert not again or any(other.value == freed.value for other in others)
+    addresses = [memory() for _ in range(3 if again else 0)]
+    assert not again or any(other.value == freed.value for other in addresses)
     what = "freed after the call, and allocated again" if again else "freed after the call"
     with pytest.raises(
         RuntimeError,
@@ -112,10 +112,10 @@ def test_memory_that_is_mapped_again_at_its_address_is_the_same(captured):
     remain valid."""
     size, nothing = ctypes.c_size_t(2 * MIB), ctypes.c_void_p()
     properties = Physical(0, 0, 0, Location(0, DEVICE), 0)
-    address = made("aclrtReserveMemAddress", size, ctypes.c_size_t(0), nothing, ctypes.c_uint64(1))
+    address = new("aclrtReserveMemAddress", size, ctypes.c_size_t(0), nothing, ctypes.c_uint64(1))
 
     def mapped():
-        handle = made("aclrtMallocPhysical", size, ctypes.byref(properties), ctypes.c_uint64(0))
+        handle = new("aclrtMallocPhysical", size, ctypes.byref(properties), ctypes.c_uint64(0))
         call("aclrtMapMem", address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         return handle
 
@@ -136,7 +136,7 @@ def test_memory_that_is_mapped_again_at_its_address_is_the_same(captured):
 
 
 def test_replayed_copy_of_freed_pinned_memory_is_refused(captured):
-    host, onto = made("aclrtMallocHost", ctypes.c_size_t(4096)), memory()
+    host, onto = new("aclrtMallocHost", ctypes.c_size_t(4096)), memory()
     graph, on = captured(lambda on: copy(onto, host, on, kind=1))
     replay(graph, on)
     call("aclrtFreeHost", host)
@@ -146,7 +146,7 @@ def test_replayed_copy_of_freed_pinned_memory_is_refused(captured):
         replay(graph, on)
 
 
-def test_a_value_that_a_stream_writes_to_freed_memory_is_refused(captured):
+def test_stream_write_to_freed_memory_is_refused(captured):
     at = memory()
     graph, on = captured(lambda on: call("aclrtValueWrite", at, ctypes.c_uint64(1), 0, on))
     call("aclrtFree", at)
@@ -155,7 +155,7 @@ def test_a_value_that_a_stream_writes_to_freed_memory_is_refused(captured):
 
 
 def test_captures_that_end_invalid_return_their_streams(stream):
-    on, lonely, event = stream(), stream(), made("aclrtCreateEventWithFlag", 0)
+    on, lonely, event = stream(), stream(), new("aclrtCreateEventWithFlag", 0)
     at = memory()
     for _ in range(2100):
         begin(on)
@@ -168,7 +168,7 @@ def test_captures_that_end_invalid_return_their_streams(stream):
     end(on)
 
 
-def test_a_graph_s_groups_and_conditions_end_with_it(stream):
+def test_groups_and_conditions_end_with_their_graph(stream):
     free = ctypes.c_size_t(), ctypes.c_size_t()
 
     def left():

@@ -252,7 +252,7 @@ def test_conditional_node_runs_its_branch_by_its_value(tensor):
         assert tensor.tolist() == [expected] * 8
 
 
-def test_a_graph_s_listing_has_its_operators(tensor, tmp_path):
+def test_listing_of_a_graph_has_its_operators(tensor, tmp_path):
     graph, _ = capture(lambda: tensor * 2 + 1)
     path = tmp_path / "graph.json"
     graph.enable_debug_mode()
@@ -260,7 +260,7 @@ def test_a_graph_s_listing_has_its_operators(tensor, tmp_path):
     assert [event["name"] for event in json.loads(path.read_text())] == ["aclnnMuls", "aclnnAdds"]
 
 
-def test_graphs_use_up_the_chip_s_streams(run):
+def test_graphs_exhaust_the_streams_of_the_chip(run):
     script = """
 import torch, torch_npu
 x, graphs = torch.ones(4, device="npu"), []
@@ -280,13 +280,13 @@ graph.replay()
 print(y.tolist())
 """
     done = run("run", "--", sys.executable, "-c", script)
-    first, *others = done.stdout.splitlines()
+    first, *rest = done.stdout.splitlines()
     count, code, message = first.split()
     assert 1800 < int(count) < 1984
     assert (code, message) == ("True", "True"), done.stderr
     # The stream captures nothing after a failure (conftest.py).
     if not importlib.metadata.version("torch-npu").startswith("2.10."):
-        assert others == ["[2.0, 2.0, 2.0, 2.0]"]
+        assert rest == ["[2.0, 2.0, 2.0, 2.0]"]
 
 
 def test_an_adversary_may_reorder_what_a_graph_leaves_open(run):

@@ -6,39 +6,9 @@ float64."""
 import pytest
 import torch
 import torch_npu
+from comparisons import close_sums, int4, integers, on_npu, packed
 
 HALVES = [torch.float16, torch.bfloat16]
-
-
-def close(actual, expected, ulps=2):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(
-        actual.cpu().double(),
-        expected,
-        atol=bound * max(1.0, expected.abs().max().item()),
-        rtol=bound,
-    )
-
-
-def npu(value):
-    return (
-        [x.npu() for x in value]
-        if isinstance(value, list)
-        else value.npu()
-        if isinstance(value, torch.Tensor)
-        else value
-    )
-
-
-def packed(values):
-    """int4 values [..., 8 n] -> int32 [..., n], the first in the lowest bits."""
-    fields = (values.long() & 15).unflatten(-1, (-1, 8))
-    words = sum(fields[..., i] << (4 * i) for i in range(8))
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def integers(*shape, low=-128, high=128):
-    return torch.randint(low, high, shape, dtype=torch.int8)
 
 
 def ends_of(counts, kind):
@@ -61,11 +31,15 @@ def test_grouped_matmul_of_lists(biased, dtype):
         else None
     )
     actual = torch_npu.npu_grouped_matmul(
-        npu(x), npu(weight), bias=npu(bias) if biased else None, split_item=0, group_type=-1
+        on_npu(x),
+        on_npu(weight),
+        bias=on_npu(bias) if biased else None,
+        split_item=0,
+        group_type=-1,
     )
     assert len(actual) == 3
     for i, result in enumerate(actual):
-        close(result, x[i].double() @ weight[i].double() + (bias[i].double() if biased else 0))
+        close_sums(result, x[i].double() @ weight[i].double() + (bias[i].double() if biased else 0))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -75,9 +49,9 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
     counts, x, weight = [2, 0, 5, 1], torch.randn(8, 16).half(), torch.randn(4, 16, 6).half()
     bias = torch.randn(4, 6).half()
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]),
-        npu([weight] if stacked else list(weight)),
-        bias=npu([bias] if stacked else list(bias)),
+        on_npu([x]),
+        on_npu([weight] if stacked else list(weight)),
+        bias=on_npu([bias] if stacked else list(bias)),
         group_list=ends_of(counts, kind).npu(),
         split_item=split,
         group_type=0,
@@ -86,7 +60,7 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
     expert = torch.arange(4).repeat_interleave(torch.tensor(counts))
     assert len(actual) == 1
     wanted = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) + bias.double()[expert]
-    close(actual[0], wanted)
+    close_sums(actual[0], wanted)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -98,9 +72,15 @@ def test_grouped_matmul_of_bfloat16(split, transposed):
         torch.randn(sum(counts), 136).bfloat16(),
         torch.randn(len(counts), 200, 136).bfloat16(),
     )
-    own = weight.npu() if transposed else weight.transpose(1, 2).contiguous().npu().transpose(1, 2)
+    weight_on_npu = (
+        weight.npu() if transposed else weight.transpose(1, 2).contiguous().npu().transpose(1, 2)
+    )
     if split == 0:  # A list of inputs has an output each.
-        parts = [(part, own[i].t()) for i, part in enumerate(x.npu().split(counts)) if len(part)]
+        parts = [
+            (part, weight_on_npu[i].t())
+            for i, part in enumerate(x.npu().split(counts))
+            if len(part)
+        ]
         actual = torch.cat(
             torch_npu.npu_grouped_matmul(
                 *map(list, zip(*parts, strict=True)), split_item=0, group_type=-1
@@ -109,54 +89,54 @@ def test_grouped_matmul_of_bfloat16(split, transposed):
     else:
         actual = torch_npu.npu_grouped_matmul(
             [x.npu()],
-            [own.transpose(1, 2)],
+            [weight_on_npu.transpose(1, 2)],
             group_list=ends_of(counts, 1).npu(),
             split_item=split,
             group_type=0,
             group_list_type=1,
         )[0]
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    close(actual, torch.einsum("mk,mnk->mn", x.double(), weight.double()[expert]))
+    close_sums(actual, torch.einsum("mk,mnk->mn", x.double(), weight.double()[expert]))
 
 
 def test_grouped_matmul_of_several_outputs_and_inputs():
     x, weight = torch.randn(7, 8), torch.randn(3, 8, 4)
     parts = torch_npu.npu_grouped_matmul(
-        npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=1
+        on_npu([x]), on_npu(list(weight)), group_list=[2, 3, 7], split_item=1
     )
     split = x.double().split([2, 1, 4])
     for part, rows, matrix in zip(parts, split, weight.double(), strict=True):
-        close(part, rows @ matrix)
+        close_sums(part, rows @ matrix)
     whole = torch_npu.npu_grouped_matmul(
-        npu(list(x.split([2, 1, 4]))),
-        npu(list(weight)),
+        on_npu(list(x.split([2, 1, 4]))),
+        on_npu(list(weight)),
         split_item=2,
         group_type=0,
         group_list=torch.tensor([2, 3, 7]).npu(),
     )
-    close(
+    close_sums(
         whole[0],
         torch.cat([rows @ matrix for rows, matrix in zip(split, weight.double(), strict=True)]),
     )
     # a list of integers
     same = torch_npu.npu_grouped_matmul(
-        npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=3
+        on_npu([x]), on_npu(list(weight)), group_list=[2, 3, 7], split_item=3
     )
-    close(same[0], whole[0].cpu().double())
+    close_sums(same[0], whole[0].cpu().double())
 
 
 def test_grouped_matmul_by_columns():
     x, weight = torch.randn(6, 4).half(), torch.randn(6, 5).half()
     actual = torch_npu.npu_grouped_matmul(
         [x.npu().T],
-        npu([weight]),
+        on_npu([weight]),
         group_list=torch.tensor([2, 2, 6]).npu(),
         split_item=3,
         group_type=2,
     )
     wide = x.double().T
     expected = [wide[:, a:b] @ weight.double()[a:b] for a, b in ((0, 2), (2, 2), (2, 6))]
-    close(actual[0].reshape(3, 4, 5), torch.stack(expected))
+    close_sums(actual[0].reshape(3, 4, 5), torch.stack(expected))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -168,10 +148,10 @@ def test_grouped_matmul_of_int8(stacked, dtype):
         torch.rand(8),
     )
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]),
-        npu([weight] if stacked else list(weight)),
-        scale=npu([scale] if stacked else list(scale)),
-        per_token_scale=npu([per_token]),
+        on_npu([x]),
+        on_npu([weight] if stacked else list(weight)),
+        scale=on_npu([scale] if stacked else list(scale)),
+        per_token_scale=on_npu([per_token]),
         group_list=ends_of(counts, 1).npu(),
         split_item=3,
         group_type=0,
@@ -180,11 +160,11 @@ def test_grouped_matmul_of_int8(stacked, dtype):
     )
     expert = torch.arange(3).repeat_interleave(torch.tensor(counts))
     sums = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert])
-    close(actual[0], sums * scale.double()[expert] * per_token.double()[:, None])
+    close_sums(actual[0], sums * scale.double()[expert] * per_token.double()[:, None])
     for kind in (1, 2):
         whole = torch_npu.npu_grouped_matmul(
-            npu([x]),
-            npu([weight]),
+            on_npu([x]),
+            on_npu([weight]),
             group_list=ends_of(counts, kind).npu(),
             split_item=3,
             group_type=0,
@@ -198,12 +178,12 @@ def test_grouped_matmul_of_int8(stacked, dtype):
 def test_grouped_matmul_with_dequantized_weights(four_bits):
     counts, x, weight = [3, 5], torch.randn(8, 32).half(), integers(2, 32, 16, low=-8, high=8)
     scale, offset = torch.rand(2, 16).half(), torch.randn(2, 16).half()
-    own = packed(weight) if four_bits else weight
+    stored = packed(weight) if four_bits else weight
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]),
-        npu([own]),
-        antiquant_scale=npu([scale]),
-        antiquant_offset=npu([offset]),
+        on_npu([x]),
+        on_npu([stored]),
+        antiquant_scale=on_npu([scale]),
+        antiquant_offset=on_npu([offset]),
         group_list=ends_of(counts, 1).npu(),
         split_item=3,
         group_type=0,
@@ -211,7 +191,7 @@ def test_grouped_matmul_with_dequantized_weights(four_bits):
     )
     expert = torch.tensor([0] * 3 + [1] * 5)
     matrix = (weight.double() + offset.double()[:, None]) * scale.double()[:, None]
-    close(actual[0], torch.einsum("mk,mkn->mn", x.double(), matrix[expert]))
+    close_sums(actual[0], torch.einsum("mk,mkn->mn", x.double(), matrix[expert]))
 
 
 def test_grouped_matmul_of_int8_by_int4():
@@ -221,11 +201,11 @@ def test_grouped_matmul_of_int8_by_int4():
     matrix = weight.double() * scale.double().repeat_interleave(32, 1)
     bias, per_token = (8 * matrix.sum(1)).float(), torch.rand(8, 1)
     actual = torch_npu.npu_grouped_matmul(
-        npu([x]),
-        npu([packed(weight)]),
-        scale=npu([bits]),
-        bias=npu([bias]),
-        per_token_scale=npu([per_token]),
+        on_npu([x]),
+        on_npu([packed(weight)]),
+        scale=on_npu([bits]),
+        bias=on_npu([bias]),
+        per_token_scale=on_npu([per_token]),
         group_list=ends_of(counts, 1).npu(),
         split_item=3,
         group_type=0,
@@ -233,7 +213,9 @@ def test_grouped_matmul_of_int8_by_int4():
         output_dtype=torch.float16,
     )
     expert = torch.tensor([0] * 3 + [1] * 5)
-    close(actual[0], torch.einsum("mk,mkn->mn", x.double(), matrix[expert]) * per_token.double())
+    close_sums(
+        actual[0], torch.einsum("mk,mkn->mn", x.double(), matrix[expert]) * per_token.double()
+    )
 
 
 def test_finalize_routing():
@@ -269,7 +251,7 @@ def test_finalize_routing():
     )
     expected = torch.zeros(4, 256, dtype=torch.float64).index_add(0, rows, values)
     expected[1:3] += 0.5 * shared.double()
-    close(actual, expected, ulps=64)
+    close_sums(actual, expected, ulps=64)
 
 
 def test_grouped_matmul_swiglu_quant():
@@ -281,7 +263,11 @@ def test_grouped_matmul_swiglu_quant():
         torch.rand(8),
     )
     values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-        x.npu(), npu([weight]), npu([scale]), per_token.npu(), torch.tensor(counts).cumsum(0).npu()
+        x.npu(),
+        on_npu([weight]),
+        on_npu([scale]),
+        per_token.npu(),
+        torch.tensor(counts).cumsum(0).npu(),
     )
     expert = torch.tensor([0, 0, 1, 1, 1, 1])
     gate, up = (
@@ -291,15 +277,8 @@ def test_grouped_matmul_swiglu_quant():
     ).chunk(2, -1)
     wide = torch.nn.functional.silu(gate) * up
     step = wide.abs().amax(-1) / 127
-    close(steps[:6], step, ulps=64)
+    close_sums(steps[:6], step, ulps=64)
     assert ((values[:6].cpu().double() - wide / step[:, None]).abs() <= 0.501).all()
-
-
-def int4(*shape):
-    """Values of four bits, and the same packed into int32 words."""
-    values = torch.randint(-8, 8, shape, dtype=torch.int8)
-    pairs = values.view(torch.uint8)
-    return values, ((pairs[..., ::2] & 15) | (pairs[..., 1::2] << 4)).contiguous().view(torch.int32)
 
 
 @pytest.mark.parametrize("smooth", [torch.rand(2), torch.rand(2, 16)], ids=["experts", "columns"])
@@ -313,7 +292,7 @@ def test_grouped_matmul_swiglu_quant_of_int4(smooth):
     values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
         x_words.npu(),
         [weight_words.npu()],
-        npu([scale]),
+        on_npu([scale]),
         per_token.npu(),
         torch.tensor([2, 4]).npu(),
         smooth_scale=smooth.npu(),
@@ -323,189 +302,5 @@ def test_grouped_matmul_swiglu_quant_of_int4(smooth):
     gate, up = (product * scale.double()[expert] * per_token.double()[:, None]).chunk(2, -1)
     wide = torch.nn.functional.silu(gate) * up * smooth.double().view(2, -1)[expert]
     step = wide.abs().amax(-1) / 127
-    close(steps, step, ulps=64)
+    close_sums(steps, step, ulps=64)
     assert ((values.cpu().double() - wide / step[:, None]).abs() <= 0.501).all()
-
-
-def grouped(x, weight, **more):
-    """One group of rows, or one for each end in `group_list`."""
-    options = {"group_list": torch.tensor([4]).npu(), "split_item": 3, "group_type": 0} | more
-    stack = weight[None].repeat(len(options["group_list"]), 1, 1)
-    return torch_npu.npu_grouped_matmul([x], [stack], **options)
-
-
-def stacked(x, weight, **more):
-    """Two groups of rows."""
-    return grouped(x, weight, group_list=torch.tensor([1, 4]).npu(), **more)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    {
-        "smooth scale": (
-            lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                a,
-                [b[None]],
-                [torch.ones(1, 8).npu()],
-                torch.ones(4).npu(),
-                torch.tensor([4]).npu(),
-                smooth_scale=torch.ones(1).npu(),
-            ),
-            r"smooth_scale is given and x is Char \(DT_INT8\); it belongs to an x of packed int4",
-        ),
-        "dequant mode": (
-            lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                a,
-                [b[None]],
-                [torch.ones(1, 8).npu()],
-                torch.ones(4).npu(),
-                torch.tensor([4]).npu(),
-                dequant_mode=1,
-            ),
-            "dequant_mode is 1; allowed: 0",
-        ),
-        "columns": (
-            lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                a,
-                [torch.ones(1, 8, 10272, dtype=torch.int8).npu()],
-                [torch.ones(1, 10272).npu()],
-                torch.ones(4).npu(),
-                torch.tensor([4]).npu(),
-            ),
-            "weight has 10272 columns; allowed: up to 10240",
-        ),
-        "rows": (
-            lambda a, b: torch_npu.npu_quant_matmul(
-                a, b[:5], b[0, :8].float(), output_dtype=torch.bfloat16
-            ),
-            "x1 has 8 columns and x2 5 rows",
-        ),
-        "scale": (
-            lambda a, b: torch_npu.npu_quant_matmul(
-                a, b, b[0, :3].bfloat16(), output_dtype=torch.bfloat16
-            ),
-            "scale has shape",
-        ),
-        "lists": (
-            lambda a, b: torch_npu.npu_grouped_matmul(
-                [a.half()],
-                [b.half()] * 3,
-                group_list=torch.tensor([1, 4]).npu(),
-                split_item=3,
-                group_type=0,
-            ),
-            "group_list has 2 groups and weight 3",
-        ),
-        "columns of x": (
-            lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b[:5].half()], group_type=-1),
-            "x has 8 columns and weight 0 5 rows",
-        ),
-        "bias": (
-            lambda a, b: torch_npu.npu_grouped_matmul(
-                [a.half()], [b.half()], bias=[b[0, :3].half()], group_type=-1
-            ),
-            r"bias has shape \[3\]; its last dimension must be that of weight 0, 8",
-        ),
-        "bias of a stack": (
-            lambda a, b: stacked(a.half(), b.half(), bias=[b[:1].half()]),
-            r"bias has shape \[1, 8\]; its first dimension must be that of weight, 2",
-        ),
-        "scale of a stack": (
-            lambda a, b: stacked(a, b, scale=[b[0].float()], output_dtype=torch.float16),
-            r"scale has shape \[8\]; its first dimension must be that of weight, 2",
-        ),
-        "scales of rows": (
-            lambda a, b: stacked(
-                a,
-                b,
-                scale=[b[:2].float()],
-                per_token_scale=[a[:3, 0].float()],
-                output_dtype=torch.float16,
-            ),
-            r"per_token_scale has shape \[3\] and x \[4, 8\]; one scale per row is needed",
-        ),
-        "several x and a stack": (
-            lambda a, b: torch_npu.npu_grouped_matmul(
-                [a.half()] * 2, [b[None].half()], split_item=3, group_type=0
-            ),
-            "x has 2 tensors and weight 1",
-        ),
-        "dtype": (
-            lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.float()], group_type=-1),
-            r"weight is Float \(DT_FLOAT\) and x is? Half \(DT_FLOAT16\)",
-        ),
-        "dtype of a bias": (
-            lambda a, b: grouped(a.bfloat16(), b.bfloat16(), bias=[b[0].bfloat16()]),
-            r"bias is BFloat16 \(DT_BFLOAT16\); allowed: Float",
-        ),
-        "dtype of scales": (
-            lambda a, b: grouped(a, b, scale=[b[0].float()], output_dtype=torch.bfloat16),
-            r"scale is Float \(DT_FLOAT\); allowed: BFloat16",
-        ),
-        "dtype of scales of tokens": (
-            lambda a, b: grouped(
-                a,
-                b,
-                scale=[b[0].float()],
-                per_token_scale=[a[:, 0].half()],
-                output_dtype=torch.float16,
-            ),
-            r"per_token_scale is Half \(DT_FLOAT16\); allowed: Float",
-        ),
-        "dtype of dequantization": (
-            lambda a, b: grouped(
-                a.half(), b, antiquant_scale=[b[:1].bfloat16()], antiquant_offset=[b[:1].bfloat16()]
-            ),
-            r"antiquant_scale is BFloat16 \(DT_BFLOAT16\); allowed: Half",
-        ),
-        "inner dimension of x": (
-            lambda a, b: grouped(a.half().repeat(1, 8192), b.half().repeat(8192, 1)),
-            r"x has shape \[4, 65536\], a last dimension of 65536; allowed: below 65536",
-        ),
-        "inner dimension of the weight": (
-            lambda a, b: grouped(a.half(), b.half().repeat(1, 8192)),
-            "a last dimension of 65536; allowed: below 65536",
-        ),
-        "pairs": (
-            lambda a, b: grouped(
-                a.half(), b.half(), group_list=torch.tensor([[0, 4]]).npu(), group_list_type=2
-            ),
-            r"x is Half \(DT_FLOAT16\); allowed: Char",
-        ),
-        "split": (
-            lambda a, b: grouped(a.half(), b.half(), split_item=0),
-            "split_item is 0; allowed: 2, 3",
-        ),
-        "wide quantized weight": (
-            lambda a, b: torch_npu.npu_quant_matmul(
-                a, b.repeat(1, 8192), torch.ones(65536).npu(), output_dtype=torch.bfloat16
-            ),
-            "the last dimension of x2 is 65536; allowed: 1 to 65535",
-        ),
-    }.values(),
-)
-def test_limits_are_refused(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call(
-            torch.ones(4, 8, dtype=torch.int8, device="npu"),
-            torch.ones(8, 8, dtype=torch.int8, device="npu"),
-        )
-    assert torch.ones(1).npu().item() == 1  # it was refused at the call
-
-
-def test_int4_rows_of_the_plain_operator_are_not_emulated():
-    """A documented mode, of which the emulator must not say that CANN refuses it."""
-    (_, x), (_, weight) = int4(6, 32), int4(1, 32, 32)
-    scale = torch.ones(1, 1, 32, dtype=torch.int64, device="npu")
-    with pytest.raises(RuntimeError, match="x of int4, eight of which are an int32, is not emul"):
-        torch_npu.npu_grouped_matmul(
-            [x.npu()],
-            [weight.npu()],
-            scale=[scale],
-            per_token_scale=[torch.ones(6, device="npu")],
-            group_list=torch.tensor([6]).npu(),
-            group_list_type=0,
-            group_type=0,
-            split_item=3,
-            output_dtype=torch.float16,
-        )

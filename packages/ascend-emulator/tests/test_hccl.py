@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import npus
+from harness.engines import npus
 from sanitizers import without_sanitizers
 
 SCRIPT = Path(__file__).with_name("hccl_scenarios.py")
@@ -86,7 +86,7 @@ def test_all_reduce(scenarios, label, ranks, dtype, op):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_moves(scenarios, ranks, name):
     dtype = torch_dtype(name)
-    own = [data(rank, (4, 3), dtype) for rank in range(ranks)]
+    inputs = [data(rank, (4, 3), dtype) for rank in range(ranks)]
     many = [data(rank, (2 * ranks, 3), dtype, salt=1) for rank in range(ranks)]
     rows = [[r + p + 1 for p in range(ranks)] for r in range(ranks)]
     uneven = [
@@ -94,11 +94,11 @@ def test_moves(scenarios, ranks, name):
     ]
     for rank, answer in enumerate(scenarios[f"moves {ranks}"]):
         expected = [
-            own,
-            torch.cat(own),
-            own[-1],
+            inputs,
+            torch.cat(inputs),
+            inputs[-1],
             many[1].chunk(ranks)[rank],
-            own if rank == 0 else None,
+            inputs if rank == 0 else None,
             torch.cat([each.chunk(ranks)[rank] for each in many]),
             torch.cat([each[rank] for each in uneven]),
             [each[rank] for each in uneven],
@@ -246,7 +246,7 @@ def test_what_hccl_does_not_reduce_is_refused(scenarios):
 
 def test_c_interface(scenarios):
     answer = scenarios["one process"][0]
-    for rank, (calls, values, size, own, name) in enumerate(answer["results"]):
+    for rank, (calls, values, size, local_rank, name) in enumerate(answer["results"]):
         assert calls == [0] * 9
         exchanged = [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]][rank]
         assert values == [
@@ -255,7 +255,7 @@ def test_c_interface(scenarios):
             exchanged,
             [float(rank), rank + 1.0],
         ]
-        assert (size, own) == (2, rank)
+        assert (size, local_rank) == (2, rank)
         assert name == answer["results"][0][4] != ""
     assert answer["texts"] == ["no error", "timeout"]
 
@@ -292,8 +292,8 @@ def test_destroying_a_communicator_ends_what_waits(scenarios):
     ],
 )
 def test_c_interface_refuses(scenarios, place, status, text):
-    found, message = scenarios["one process"][0]["errors"][place]
-    assert found == status
+    code, message = scenarios["one process"][0]["errors"][place]
+    assert code == status
     assert text in message
 
 
@@ -306,7 +306,7 @@ def test_lent_memory_is_remembered(scenarios):
     )
 
 
-def test_communicators_by_a_root_s_information(scenarios):
+def test_communicators_by_root_information(scenarios):
     for rank, (calls, received, total) in enumerate(scenarios["by root"][0]):
         assert calls == [0] * 6
         assert received == [2.0 - rank] * 3
@@ -327,7 +327,7 @@ def test_rank_table_with_escaped_characters(scenarios):
     assert scenarios["escaped table"][0] == [0, "", *[True] * 4]
 
 
-def test_a_rank_table_s_servers_must_have_addresses(scenarios):
+def test_servers_of_a_rank_table_must_have_addresses(scenarios):
     resolved, text, configured, reason = scenarios["wrong tables"][0]
     assert resolved == configured == 1
     assert (
@@ -380,8 +380,8 @@ def test_ranks_of_one_machine_do_not_listen_on_tcp(scenarios):
 
 
 def test_buffers_are_device_memory(scenarios):
-    for taken, text in scenarios["buffers"]:
-        assert taken == [200, 200]
+    for mebibytes, text in scenarios["buffers"]:
+        assert mebibytes == [200, 200]
         assert "the buffers of communicator" in text
         assert "2 x 100 MiB (HCCL_BUFFSIZE): out of memory on NPU" in text
 
@@ -392,14 +392,14 @@ def test_communicators_with_the_same_buffer_name_share_it(scenarios):
 
 @without_sanitizers("an allocation that fails ends the process")
 def test_a_rank_without_host_memory_says_so(scenarios):
-    (own, _), (other, seconds) = scenarios["host memory"]
-    assert "the host has no memory for it" in own
+    (local_error, _), (other, seconds) = scenarios["host memory"]
+    assert "the host has no memory for it" in local_error
     assert "rank 0 failed: HcclAllReduce(67108864 float32, sum)" in other
     assert seconds < 20
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "text"),
     [
         # They are rejected, and the ranks of the communicator connect after them.
         ("strangers", ""),
@@ -414,11 +414,11 @@ def test_a_rank_without_host_memory_says_so(scenarios):
         ("a rank twice", "two ranks call themselves 1"),
     ],
 )
-def test_what_a_rank_says_when_it_connects_is_checked(scenarios, name, said):
-    (told,) = scenarios["handshakes"]
-    status, message = told[name]
-    assert (status != 0) == bool(said), message
-    assert said in message
+def test_what_a_rank_says_when_it_connects_is_checked(scenarios, name, text):
+    (answers,) = scenarios["handshakes"]
+    status, message = answers[name]
+    assert (status != 0) == bool(text), message
+    assert text in message
 
 
 def test_stranger_cannot_read_the_secret_or_become_a_rank(scenarios):

@@ -17,16 +17,16 @@ import ascend_emulator
 from ctypes import byref, c_size_t, c_void_p, memset, string_at
 ascend_emulator.activate(memory=256 << 20)
 acl = ctypes.CDLL("libascendcl.so")
-def made(function, *arguments):
+def new(function, *arguments):
     result = c_void_p()
     assert function(byref(result), *arguments) == 0
     return result
 acl.aclInit(None)
 acl.aclrtSetDevice(0)
 N = 1 << 20
-npu = made(acl.aclrtMalloc, c_size_t(N), 0)
+npu = new(acl.aclrtMalloc, c_size_t(N), 0)
 acl.aclrtMemset(npu, c_size_t(N), 7, c_size_t(N))
-stream = made(acl.aclrtCreateStream)
+stream = new(acl.aclrtCreateStream)
 TO, FROM = 1, 2
 def copy(kind, host, bytes, at=0):
     ends = (npu, host) if kind == TO else (host, npu)
@@ -34,7 +34,7 @@ def copy(kind, host, bytes, at=0):
     n = c_size_t(bytes)
     assert acl.aclrtMemcpyAsync(target, n, source, n, kind, stream) == 0
 def pinned(bytes=N):
-    return made(acl.aclrtMallocHost, c_size_t(bytes))
+    return new(acl.aclrtMallocHost, c_size_t(bytes))
 def wait():
     assert acl.aclrtSynchronizeStream(stream) == 0
 """
@@ -86,7 +86,7 @@ def test_device_memory_is_named_before_the_process_ends(program, access, verb, h
 def test_where_nothing_is_allocated_with_a_later_handler(program):
     """It is called too, once: its way to end the process is to send the signal again."""
     later = "import faulthandler; faulthandler.enable(); acl.aclrtFree(npu)\n"
-    later += "made(acl.aclrtMalloc, c_size_t(N >> 1), 0)\n"
+    later += "new(acl.aclrtMalloc, c_size_t(N >> 1), 0)\n"
     done = program(f"{later}string_at(npu.value + (9 << 20), 4)")
     assert ", where nothing is allocated; fix: " in device_lines(done)[0]
     assert done.stderr.count("Fatal Python error: Segmentation fault") == 1
@@ -207,14 +207,14 @@ def races(run, tmp_path_factory):
     done = run("run", "--strict", "--", sys.executable, str(path))
     assert done.returncode == 0, done.stderr
     values = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    said, lines = {}, []
+    messages, lines = {}, []
     for line in done.stderr.splitlines():
         name, _, ended = line.partition(" ")
         if ended == "ended":
-            said[name], lines = lines, []
+            messages[name], lines = lines, []
         elif line.startswith(RACE):
             lines.append(line.replace(str(path), "program.py"))
-    return values, said, done.stderr.splitlines()[-1].replace(str(path), "program.py")
+    return values, messages, done.stderr.splitlines()[-1].replace(str(path), "program.py")
 
 
 def said_at(part, function, rest):
@@ -227,18 +227,18 @@ def said_at(part, function, rest):
 
 
 def test_a_read_before_the_copy_arrived(races):
-    values, said, _ = races
+    values, message, _ = races
     wanted = (
         "read byte 1048575 of pinned memory before a copy of 1048576 bytes from NPU 0 @ had arrived"
     )
-    assert said["read"] == [said_at("return string_at(host.value + N - 1, 1)", "read", wanted)]
+    assert message["read"] == [said_at("return string_at(host.value + N - 1, 1)", "read", wanted)]
     assert values["read"] == "[0]"
 
 
 def test_a_write_before_the_copy_has_read(races):
-    values, said, _ = races
+    values, message, _ = races
     wanted = "wrote byte 20 of pinned memory before a copy of 1048576 bytes to NPU 0 @ had read it"
-    assert said["write"] == [said_at("memset(host.value + 20, 2, 1)", "write", wanted)]
+    assert message["write"] == [said_at("memset(host.value + 20, 2, 1)", "write", wanted)]
     assert values["write"] == "[1, 2]"  # The NPU got what it should not.
 
 
@@ -253,21 +253,21 @@ def test_a_write_before_the_copy_has_read(races):
     ],
 )
 def test_accesses_that_are_no_race(races, name, value):
-    values, said, _ = races
-    assert (values[name], said[name]) == (value, [])
+    values, message, _ = races
+    assert (values[name], message[name]) == (value, [])
 
 
 def test_neighbours_of_a_copy_are_no_race(races):
     """Of a page whose other part a copy writes; the race behind it is found in another page."""
-    values, said, _ = races
+    values, message, _ = races
     wanted = "read byte 6143 of pinned memory before a copy of 6144 bytes from NPU 0 @ had arrived"
-    assert said["neighbours"] == [said_at("# raced", "neighbours", wanted)]
+    assert message["neighbours"] == [said_at("# raced", "neighbours", wanted)]
     assert values["neighbours"] == "[3, 0, 7, 7]"
 
 
 def test_copies_of_a_replayed_graph(races):
-    values, said, _ = races
-    (line,) = said["replayed"]
+    values, message, _ = races
+    (line,) = message["replayed"]
     assert "read byte 0 of pinned memory before a copy of 4096 bytes from NPU 0" in line
     assert not SITES or f"program.py:{line_of(RACES, '# replay')} (replayed)" in line
     assert values["replayed"] == "[1, 1, 6, 6]"
@@ -293,11 +293,11 @@ print(host.sum().item())
 """
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_torch_with_several_threads(run, tmp_path, said):
+@pytest.mark.parametrize("message", [True, False])
+def test_torch_with_several_threads(run, tmp_path, message):
     """Threads of OpenMP read, which have no line of Python; that of the main thread is named."""
     (tmp_path / "program.py").write_text(TORCH)
-    switched = {} if said else {"ASCEND_EMULATOR_RACES": "0"}
+    switched = {} if message else {"ASCEND_EMULATOR_RACES": "0"}
     command = (sys.executable, str(tmp_path / "program.py"))
     done = run(
         "run",
@@ -310,5 +310,5 @@ def test_torch_with_several_threads(run, tmp_path, said):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1] == "1048576.0"
     lines = [line for line in done.stderr.splitlines() if line.startswith(RACE)]
-    assert len(lines) == said
-    assert not said or not SITES or "program.py:7 (<module>): the host read byte " in lines[0]
+    assert len(lines) == message
+    assert not message or not SITES or "program.py:7 (<module>): the host read byte " in lines[0]

@@ -299,10 +299,10 @@ def test_sparse_tensors_are_coalesced():
         torch.zeros(3, dtype=torch.int32).npu(),
         torch.zeros(4, 2, dtype=torch.int32).npu(),
     )
-    said = Calls().refusal(
+    message = Calls().refusal(
         "CoalesceSparse", index, index, given, torch.ones(4).npu(), given, torch.ones(3).npu()
     )
-    assert said == "unique_indices has shape [3]; it must be [4]"
+    assert message == "unique_indices has shape [3]; it must be [4]"
 
 
 MASKED = """

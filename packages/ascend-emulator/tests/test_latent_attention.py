@@ -119,7 +119,7 @@ def test_latent_attention_of_128_heads(queries, window):
         close(out[i].transpose(0, 1), reference(q, keys, latent[i, None], 0.04, mask)[0])
 
 
-def test_other_attention_has_up_to_64_query_heads_for_a_key_head():
+def test_other_attentions_have_up_to_64_query_heads_per_key_head():
     query, key = (torch.zeros(1, n, 1, 128, dtype=torch.half).npu() for n in (128, 1))
     with pytest.raises(RuntimeError, match=r"at most 64 is allowed \(rule fused_infer\.groups"):
         torch_npu.npu_fused_infer_attention_score(
@@ -128,14 +128,14 @@ def test_other_attention_has_up_to_64_query_heads_for_a_key_head():
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens", "said"),
+    ("requests", "tokens", "message"),
     [
         (4097, 1, "has 4097 entries"),
         (1, 2, "sparse_mode is 0"),
         (1, 17, "a request has 17 query tokens"),
     ],
 )
-def test_limits_of_latent_attention_over_pages(requests, tokens, said):
+def test_limits_of_latent_attention_over_pages(requests, tokens, message):
     query, rope = (
         torch.zeros(requests * tokens, 1, size, dtype=torch.bfloat16, device="npu")
         for size in (512, 64)
@@ -143,7 +143,7 @@ def test_limits_of_latent_attention_over_pages(requests, tokens, said):
     cache, rope_cache = (
         torch.zeros(1, 128, size, dtype=torch.bfloat16, device="npu") for size in (512, 64)
     )
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=message):
         torch_npu.npu_fused_infer_attention_score_v2(
             query,
             cache,

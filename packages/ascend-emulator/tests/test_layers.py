@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ascend_emulator.build import SOURCES, units
-from harness.circles import circles
+from harness.project.circles import circles
 
 # From low to high. Folders of one row do not include each other.
 ROWS = (("aten",), ("include",), ("core",), ("runtime", "operator", "hccl"), ("ops",))
@@ -47,14 +47,14 @@ def included(path: Path, root: Path) -> Iterator[Path]:
 
 def upward(root: Path) -> list[str]:
     """Includes of a higher folder, or of another one in the same row."""
-    found = []
+    arrows = []
     for path in sources(root):
-        own = path.relative_to(root).parts[0]
+        folder_name = path.relative_to(root).parts[0]
         for other in included(path, root):
             folder = other.relative_to(root).parts[0]
-            if folder != own and LEVELS[folder] >= LEVELS[own]:
-                found.append(f"{path.relative_to(root)} includes {other.relative_to(root)}")
-    return found
+            if folder != folder_name and LEVELS[folder] >= LEVELS[folder_name]:
+                arrows.append(f"{path.relative_to(root)} includes {other.relative_to(root)}")
+    return arrows
 
 
 def circles_of_includes(root: Path) -> list[list[str]]:
@@ -65,8 +65,8 @@ def circles_of_includes(root: Path) -> list[list[str]]:
 
     graph: dict[str, set[str]] = {}
     for path in sources(root):
-        others = {name(other) for other in included(path, root)} - {name(path)}
-        graph.setdefault(name(path), set()).update(others)
+        included_files = {name(other) for other in included(path, root)} - {name(path)}
+        graph.setdefault(name(path), set()).update(included_files)
     return circles(graph)
 
 

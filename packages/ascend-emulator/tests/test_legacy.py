@@ -196,14 +196,14 @@ def test_ranges_are_filled(axis):
     x = torch.randn(4, 5, 6)
     entries = 4 if axis == 2 else 1
     start, value = torch.randint(0, 3, (2, entries)).int(), torch.randn(2)
-    found = torch_npu.npu_masked_fill_range(
+    result = torch_npu.npu_masked_fill_range(
         x.npu(), start.npu(), (start + 2).npu(), value.npu(), axis
     )
     for i in range(2):
         for j in range(entries):
             part = x[j] if axis == 2 else x
             part.narrow(axis - (axis == 2), int(start[i, j]), 2).fill_(value[i])
-    assert torch.equal(found.cpu(), x)
+    assert torch.equal(result.cpu(), x)
 
 
 def test_a_choice_with_a_mask_is_of_true_values():
@@ -333,8 +333,8 @@ def test_adam(nesterov):
     first, second = moments(m.double(), v.double(), gradient.double(), 0.9, 0.99)
     step = first * 0.9 + gradient.double() * 0.1 if nesterov else first
     exact = var.double() - 0.01 * math.sqrt(0.2) / 0.4 * step / (second.sqrt() + 1e-6)
-    for found, expected in zip(held, (exact, first, second), strict=True):
-        torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(held, (exact, first, second), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -349,8 +349,8 @@ def test_adam_with_decay_of_weights(maximize):
     )
     root = (second / (1 - 0.8 * 0.99)).sqrt() + 1e-6
     exact = var.double() * (1 - 0.01 * 0.1) - 0.01 / (1 - 0.6 * 0.9) * first / root
-    for found, expected in zip(held, (exact, first, second), strict=True):
-        torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(held, (exact, first, second), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_adam_of_bert():
@@ -361,8 +361,8 @@ def test_adam_of_bert():
     )
     first, second = moments(m.double(), v.double(), gradient.double(), 0.9, 0.99)
     exact = var.double() - 0.01 * (first / (second.sqrt() + 1e-6) + 0.1 * var.double())
-    for found, expected in zip(held, (exact, first, second), strict=True):
-        torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(held, (exact, first, second), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -396,16 +396,16 @@ def test_lstm_of_several_steps():
     ours = ours.npu()
     x, h, c = torch.randn(5, 3, 4).half(), torch.randn(2, 3, 6).half(), torch.randn(2, 3, 6).half()
     held = x.npu().requires_grad_()
-    found = torch._VF.lstm(
+    result = torch._VF.lstm(
         held, (h.npu(), c.npu()), ours._flat_weights, True, 2, 0.0, True, False, False
     )
     exact_x = x.double().requires_grad_()
     y, (exact_h, exact_c) = plain.double()(exact_x, (h.double(), c.double()))
-    for one, other in zip(found, (y, exact_h, exact_c), strict=True):
+    for one, other in zip(result, (y, exact_h, exact_c), strict=True):
         torch.testing.assert_close(
             one.detach().cpu().double(), other.detach(), rtol=2e-2, atol=2e-3
         )
-    found[0].sum().backward()
+    result[0].sum().backward()
     y.sum().backward()
     torch.testing.assert_close(held.grad.cpu().double(), exact_x.grad, rtol=2e-2, atol=2e-3)
 

@@ -95,13 +95,13 @@ def test_diou_of_each_box_with_each(agree):
 def test_iou_adds_a_hundredth_to_each_side():
     """Expected values of op-plugin's test_iou.py, of an NPU."""
     ours = torch.tensor([[0, 0, 10, 10], [10, 10, 20, 20], [32, 32, 38, 42]]).half().npu()
-    others = torch.tensor([[0, 0, 10, 20], [0, 10, 10, 10], [10, 10, 20, 20]]).half().npu()
+    other_boxes = torch.tensor([[0, 0, 10, 20], [0, 10, 10, 10], [10, 10, 20, 20]]).half().npu()
     for mode, expected in (
         (1, [[0.4990, 0, 0], [0, 0, 0], [0, 0.9980, 0]]),
         (0, [[0.4985, 0, 0], [0, 0, 0], [0, 0.9961, 0]]),
     ):
-        found = torch_npu.npu_iou(ours, others, mode).cpu().float()
-        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-4)
+        actual = torch_npu.npu_iou(ours, other_boxes, mode).cpu().float()
+        torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-3, atol=1e-4)
 
 
 def test_boxes_are_encoded_and_decoded():

@@ -35,10 +35,19 @@ def graph_call(acl, name, inputs, outputs, attributes=None, version=""):
         return (c_void_p * len(tensors))(*descriptions), (c_void_p * len(tensors))(*buffers)
 
     torch.npu.synchronize()
-    given, made = described(inputs), described(outputs)
+    given, outputs_described = described(inputs), described(outputs)
     call = getattr(acl, f"aclopCompileAndExecute{version}")
     status = call(
-        name, len(inputs), *given, len(outputs), *made, c_void_p(attributes), 0, 0, None, None
+        name,
+        len(inputs),
+        *given,
+        len(outputs),
+        *outputs_described,
+        c_void_p(attributes),
+        0,
+        0,
+        None,
+        None,
     )
     assert acl.aclrtSynchronizeDevice() == 0
     return status
@@ -66,15 +75,15 @@ def test_tensors_that_do_not_fit_are_refused(acl):
     acl.aclGetRecentErrMsg.restype = c_char_p
     x, y, z = (torch.ones(shape, device="npu") for shape in ((2, 3), (3, 3), (5, 3)))
     assert graph_call(acl, b"ConcatD", [x, y], [z]) == 0
-    for given, made, said in (
+    for given, output_shape, message in (
         ([x, y], y, "y has shape [3, 3]; it must be [5, 3]"),
         ([x, y[:, :2].contiguous()], z, "x has shapes [2, 3] and [3, 2]"),
         ([x, y[0]], z, "x has shapes [2, 3] and [3]"),
         ([x, y.long()], z, "x is Long (DT_INT64)"),
         ([], z, "N is 0 for 0 tensors"),
     ):
-        assert graph_call(acl, b"ConcatD", given, [made]) != 0
-        assert f"ConcatD: {said}" in acl.aclGetRecentErrMsg().decode()
+        assert graph_call(acl, b"ConcatD", given, [output_shape]) != 0
+        assert f"ConcatD: {message}" in acl.aclGetRecentErrMsg().decode()
     assert graph_call(acl, b"Identity", [x], [y]) != 0
     assert "Identity: y has shape [3, 3]" in acl.aclGetRecentErrMsg().decode()
 

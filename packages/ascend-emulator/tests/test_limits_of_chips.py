@@ -47,9 +47,9 @@ def test_int8_matrices_of_310p_are_transposed_views_or_in_nz(outputs_of, form, s
 @pytest.mark.parametrize("chip", [A2, A3, OLD, NEW])
 def test_hyper_connections_are_of_950(outputs_of, chip, part):
     refused, soc = outputs_of(chip)[f"Mhc{part}"], chips.chip(chip).name
-    own = "is not emulated" if chip == NEW else f"is not an operator of {soc}, by torch_npu's"
+    reason = "is not emulated" if chip == NEW else f"is not an operator of {soc}, by torch_npu's"
     assert refused.startswith(f"aclnnMhc{part}")
-    assert own in refused
+    assert reason in refused
 
 
 def test_operators_of_other_chips_are_in_the_table():
@@ -72,8 +72,8 @@ def test_operators_of_other_chips_are_in_the_table():
     ],
 )
 def test_chunk_rule_by_chip(outputs_of, chip, call, outcome):
-    found = outputs_of(chip)[f"chunk {call}"]
-    assert found == outcome or (isinstance(found, str) and outcome in found)
+    result = outputs_of(chip)[f"chunk {call}"]
+    assert result == outcome or (isinstance(outcome, str) and outcome in result)
 
 
 def test_clamped_swiglu_of_a3_is_refused(outputs_of):
@@ -101,6 +101,6 @@ def test_negative_slots_are_left_out_if_they_are_allowed(run):
     """As vllm-ascend's graphs give them for padding."""
     program = ("--", sys.executable, "-c", SLOTS)
     refused = run("run", *program).stderr
-    said = "slot -1 is negative; allowed: 0 or more (rule scatter_pa_kv_cache.slots, documented"
-    assert said in refused
+    message = "slot -1 is negative; allowed: 0 or more (rule scatter_pa_kv_cache.slots, documented"
+    assert message in refused
     assert run("run", "--allow", "scatter_pa_kv_cache.slots", *program).stdout == "[3, 5]\n"

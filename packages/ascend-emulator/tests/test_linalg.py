@@ -57,16 +57,18 @@ def test_case(agree, name):
     agree(CASES[name], a, ulps=512)
 
 
-def counted(values, bins, least, most):
+def counted(values, bins, least, highest):
     """A histogram in exact arithmetic: bins are half open, except the last one."""
-    least, most = (min(values), max(values)) if least == most and values else (least, most)
-    least, most = (least - 1, most + 1) if least == most else (least, most)
-    found = [0] * bins
+    least, highest = (min(values), max(values)) if least == highest and values else (least, highest)
+    least, highest = (least - 1, highest + 1) if least == highest else (least, highest)
+    result = [0] * bins
     for value in values:
-        if least <= value <= most:
-            place = (Fraction(value) - Fraction(least)) * bins / (Fraction(most) - Fraction(least))
-            found[min(int(place), bins - 1)] += 1
-    return found
+        if least <= value <= highest:
+            place = (
+                (Fraction(value) - Fraction(least)) * bins / (Fraction(highest) - Fraction(least))
+            )
+            result[min(int(place), bins - 1)] += 1
+    return result
 
 
 EXPERTS = torch.randint(0, 60, (4096,)).tolist()
@@ -86,12 +88,15 @@ HISTOGRAMS = {
 @pytest.mark.parametrize("case", HISTOGRAMS)
 def test_histogram_of_integers(case):
     """As transformers counts the tokens of experts."""
-    values, bins, least, most = HISTOGRAMS[case]
+    values, bins, least, highest = HISTOGRAMS[case]
     x = torch.tensor(values, dtype=torch.int32, device="npu")
     out = torch.zeros(bins, dtype=torch.int32, device="npu")
-    for found in (torch.histc(x, bins, least, most), torch.histc(x, bins, least, most, out=out)):
-        assert found.dtype == torch.int32
-        assert found.tolist() == counted(values, bins, least, most)
+    for result in (
+        torch.histc(x, bins, least, highest),
+        torch.histc(x, bins, least, highest, out=out),
+    ):
+        assert result.dtype == torch.int32
+        assert result.tolist() == counted(values, bins, least, highest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -99,10 +104,10 @@ def test_histogram_of_floats(dtype):
     """Values within bins: to which of two bins a value on their border belongs is not
     documented."""
     x = (torch.randint(-40, 60, (500,)).to(dtype) + 0.5) / 4
-    for bins, least, most in ((25, -10, 15), (5, -5, 0), (4, 20, 22)):
-        found = torch.histc(x.npu(), bins, least, most)
-        assert found.dtype == dtype
-        assert found.tolist() == counted(x.tolist(), bins, least, most)
+    for bins, least, highest in ((25, -10, 15), (5, -5, 0), (4, 20, 22)):
+        result = torch.histc(x.npu(), bins, least, highest)
+        assert result.dtype == dtype
+        assert result.tolist() == counted(x.tolist(), bins, least, highest)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_fused_cross_entropy_with_smoothing():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             {"lse_square_scale_for_zloss": 0.1},
@@ -154,12 +154,12 @@ def test_fused_cross_entropy_with_smoothing():
         ({"label_smoothing": 1.0}, "label_smoothing is 1; allowed: from 0, below 1"),
     ],
 )
-def test_fused_cross_entropy_refuses(arguments, said):
+def test_fused_cross_entropy_refuses(arguments, message):
     x, target = (
         torch.randn(SHAPE, requires_grad=True, device="npu"),
         torch.zeros(6, dtype=torch.long, device="npu"),
     )
-    with pytest.raises(RuntimeError, match=re.escape(said)):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_npu.npu_cross_entropy_loss(x, target, **arguments)
     for more in ({"ignore_index": 2}, {"label_smoothing": 0.1}):
         loss = torch_npu.npu_cross_entropy_loss(x, target, **more)[0]

@@ -272,11 +272,11 @@ MIXED = list(itertools.permutations(FLOATS, 2))
 def test_matrices_of_two_dtypes_are_promoted(name, dtype, other):
     """The result has the dtype that op-plugin gives it: that of the first, except for two."""
     call, (a, b) = PROMOTED[name], (torch.randn(16, 16).to(each) for each in (dtype, other))
-    found = call(a.npu(), b.npu())
-    assert found.dtype == {"addmv": torch.float32, "mv": other}.get(name, dtype)
+    actual = call(a.npu(), b.npu())
+    assert actual.dtype == {"addmv": torch.float32, "mv": other}.get(name, dtype)
     expected = call(a.double(), b.double())
-    bound = 4 * torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=bound, atol=4 * bound)
+    bound = 4 * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=4 * bound)
 
 
 @pytest.mark.parametrize("shapes", [[(1, 7, 10), (5, 10, 15)], [(8, 75, 16), (16, 43)]], ids=str)
@@ -287,8 +287,8 @@ def test_gradients_of_matrices_of_two_dtypes(shapes, dtype, other):
         torch.randn(shape).to(each) for shape, each in zip(shapes, (dtype, other), strict=True)
     ]
     ours, wide = (
-        [each.requires_grad_() for each in made]
-        for made in ([each.npu() for each in given], [each.double() for each in given])
+        [each.requires_grad_() for each in leaves]
+        for leaves in ([each.npu() for each in given], [each.double() for each in given])
     )
     for a, b in (ours, wide):
         (a @ b).sum().backward()
@@ -309,9 +309,9 @@ def test_matmuls_of_two_dtypes_keep_limits_of_cubes_and_outputs():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_product_of_16_bits_can_be_of_float32(dtype):
     a, b = torch.randn(5, 4096).to(dtype), torch.randn(7, 4096).to(dtype)
-    found = torch.mm(a.npu(), b.npu().t(), out_dtype=torch.float32).cpu()
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), a.double() @ b.double().t(), rtol=1e-5, atol=1e-3)
+    result = torch.mm(a.npu(), b.npu().t(), out_dtype=torch.float32).cpu()
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), a.double() @ b.double().t(), rtol=1e-5, atol=1e-3)
     with pytest.raises(RuntimeError, match=r"rule batch_matmul\.out-dtype"):
         torch.bmm(a[None].npu(), b.t()[None].npu(), out_dtype=torch.float32)
 
@@ -321,5 +321,7 @@ def test_sum_over_a_batch_is_rounded_once(dtype):
     c, a, b = torch.zeros(8, 8), torch.randn(64, 8, 64), torch.randn(64, 64, 8)
     c, a, b = (each.to(dtype) for each in (c, a, b))
     exact = torch.addbmm(c.double(), a.double(), b.double())
-    found = torch.addbmm(c.npu(), a.npu(), b.npu()).cpu()
-    assert (found.double() - exact).abs().max() <= 0.51 * torch.finfo(dtype).eps * exact.abs().max()
+    actual = torch.addbmm(c.npu(), a.npu(), b.npu()).cpu()
+    assert (actual.double() - exact).abs().max() <= 0.51 * torch.finfo(
+        dtype
+    ).eps * exact.abs().max()

@@ -190,14 +190,14 @@ UNLIKE = (
 
 
 def test_versions_of_an_older_cann(scenarios):
-    for equal, said, unlike in scenarios["versions"]:
+    for equal, message, unlike in scenarios["versions"]:
         assert len(equal) == 5
         assert all(all(each) for each in equal.values()), equal
-        assert said[:2] == ["global_bs is 9; it must be a multiple of 2"] * 2
-        assert all(text.startswith("comm_quant_mode is 1; 0 is emulated") for text in said[2:4])
-        assert said[4].startswith("world_size is 3; the communicator ")
-        assert "comm_alg is fullmesh_v1; allowed: , hierarchy" in said[5]
-        assert "shared_expert_rank_num is 1; with comm_alg hierarchy, 0 is allowed" in said[6]
+        assert message[:2] == ["global_bs is 9; it must be a multiple of 2"] * 2
+        assert all(text.startswith("comm_quant_mode is 1; 0 is emulated") for text in message[2:4])
+        assert message[4].startswith("world_size is 3; the communicator ")
+        assert "comm_alg is fullmesh_v1; allowed: , hierarchy" in message[5]
+        assert "shared_expert_rank_num is 1; with comm_alg hierarchy, 0 is allowed" in message[6]
         for text, start in zip(unlike, UNLIKE, strict=True):
             assert text.startswith(start)
 
@@ -417,13 +417,15 @@ def test_other_operators_on_the_communicator_of_experts(scenarios):
 
 
 def test_matrix_product_beside_a_collective_on_vector_cores(scenarios):
-    own, other = scenarios["vector cores"]
-    assert "with HCCL_OP_EXPANSION_MODE=AIV collectives of several communicators must not" in own
+    separate, other = scenarios["vector cores"]
+    assert (
+        "with HCCL_OP_EXPANSION_MODE=AIV collectives of several communicators must not" in separate
+    )
     assert "rank 0 failed" in other
 
 
 @pytest.mark.parametrize(
-    ("what", "own", "other"),
+    ("what", "own_message", "other"),
     [
         (
             "call",
@@ -446,9 +448,9 @@ def test_matrix_product_beside_a_collective_on_vector_cores(scenarios):
         ("info", "both must be what the dispatch gave", "both must be what the dispatch gave"),
     ],
 )
-def test_ranks_that_go_wrong_all_say_so(scenarios, what, own, other):
+def test_ranks_that_go_wrong_all_say_so(scenarios, what, own_message, other):
     answers = scenarios[f"wrong {what}"]
-    for answer, text in zip(answers, (own, other), strict=True):
+    for answer, text in zip(answers, (own_message, other), strict=True):
         if text is None:
             assert answer == "rank 1 ended with status -9, without a result"
             continue

@@ -38,9 +38,9 @@ def size(value):
 
 
 def attributes(address):
-    found = Attributes()
-    check(acl.aclrtPointerGetAttributes(ctypes.c_void_p(address), ctypes.byref(found)))
-    return found.location.type, found.location.id
+    result = Attributes()
+    check(acl.aclrtPointerGetAttributes(ctypes.c_void_p(address), ctypes.byref(result)))
+    return result.location.type, result.location.id
 
 
 def test_what_an_address_is():

@@ -7,11 +7,7 @@ import re
 import pytest
 import torch
 import torch_npu
-
-
-def close(actual, expected, ulps=4):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
+from comparisons import close
 
 
 def rms(x, gamma, epsilon=1e-5):

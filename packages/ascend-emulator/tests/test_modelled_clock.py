@@ -58,14 +58,14 @@ def test_a_matmul_takes_what_its_law_says(ran):
     assert matmul() == pytest.approx(
         6.8e-3 + 8.7e-3 + 2 * SIZE**3 / (0.8 * CHIP.cube_flops) * 1e3, rel=1e-6
     )
-    found, events, stderr = ran("""
+    result, events, stderr = ran("""
 first = event()
 for _ in range(10):
     a @ a
 print(json.dumps(elapsed(first, event())))
 """)
     # The host launches faster than the NPU computes.
-    assert found == pytest.approx(LAUNCH + 10 * matmul(), rel=1e-3)
+    assert result == pytest.approx(LAUNCH + 10 * matmul(), rel=1e-3)
     durations = [event["dur"] for event in events if event["name"] == "aclnnMatmul"]
     assert durations == pytest.approx([matmul() * 1e3] * 11, rel=1e-3)
     assert "times of events, profiles and traces are modelled" in stderr
@@ -86,7 +86,7 @@ print(json.dumps(elapsed(event(), event())))
 
 
 def test_small_operators_wait_for_the_host(ran):
-    found, _, _ = ran("""
+    result, _, _ = ran("""
 x = torch.ones(16, device="npu")
 torch.npu.synchronize()
 first = event()
@@ -94,11 +94,11 @@ for _ in range(100):
     x.add_(1)
 print(json.dumps(elapsed(first, event())))
 """)
-    assert found == pytest.approx(100 * LAUNCH + milliseconds("elementwise", 32), rel=0.01)
+    assert result == pytest.approx(100 * LAUNCH + milliseconds("elementwise", 32), rel=0.01)
 
 
 def test_streams_overlap_and_a_wait_orders_them(ran):
-    found, _, _ = ran("""
+    result, _, _ = ran("""
 def both(ordered):
     first = event()
     for _ in range(20):
@@ -113,23 +113,23 @@ def both(ordered):
 print(json.dumps([both(False), both(True)]))
 """)
     # Without a wait the second stream begins when the host has launched the first one's work.
-    assert found[0] == pytest.approx(21 * LAUNCH + 20 * matmul(), rel=1e-3)
-    assert found[1] == pytest.approx(LAUNCH + 40 * matmul(), rel=1e-3)
+    assert result[0] == pytest.approx(21 * LAUNCH + 20 * matmul(), rel=1e-3)
+    assert result[1] == pytest.approx(LAUNCH + 40 * matmul(), rel=1e-3)
 
 
 def test_the_host_launches_after_what_it_waits_for(ran):
-    found, _, _ = ran("""
+    result, _, _ = ran("""
 first = event()
 a @ a
 torch.npu.synchronize()
 a @ a
 print(json.dumps(elapsed(first, event())))
 """)
-    assert found == pytest.approx(2 * (LAUNCH + matmul()), rel=1e-3)
+    assert result == pytest.approx(2 * (LAUNCH + matmul()), rel=1e-3)
 
 
-def test_this_machine_s_time_is_never_added(ran):
-    found, _, _ = ran("""
+def test_time_of_the_host_is_not_added(ran):
+    result, _, _ = ran("""
 import time
 first = event()
 a @ a
@@ -137,11 +137,11 @@ time.sleep(0.2)
 a @ a
 print(json.dumps(elapsed(first, event())))
 """)
-    assert found == pytest.approx(LAUNCH + 2 * matmul(), rel=1e-3)
+    assert result == pytest.approx(LAUNCH + 2 * matmul(), rel=1e-3)
 
 
 def test_nodes_of_a_graph_overlap_as_captured(ran):
-    found, events, _ = ran("""
+    result, events, _ = ran("""
 graph = torch.npu.NPUGraph()
 with torch.npu.graph(graph):
     here = torch.npu.current_stream()
@@ -157,7 +157,7 @@ first = event()
 graph.replay()
 print(json.dumps(elapsed(first, event())))
 """)
-    assert found == pytest.approx(LAUNCH + 3 * matmul(), rel=1e-3)
+    assert result == pytest.approx(LAUNCH + 3 * matmul(), rel=1e-3)
     nodes = [event for event in events if event["name"] == "aclnnMatmul"][-4:]
     assert nodes[1]["ts"] == pytest.approx(nodes[2]["ts"])
     assert nodes[1]["tid"] != nodes[2]["tid"]
@@ -240,8 +240,8 @@ if rank == 0:
 
 
 def test_a_collective_begins_with_its_last_rank(ran, tmp_path):
-    found, events, _ = ran(RANKS.replace("STORE", str(tmp_path / "store")), "--npus", "2")
-    assert found == 0
+    result, events, _ = ran(RANKS.replace("STORE", str(tmp_path / "store")), "--npus", "2")
+    assert result == 0
     reduced = [event for event in events if event["cat"] == "collective"]
     ranks = [
         [each for each in reduced if each["pid"] == pid] for pid in {e["pid"] for e in reduced}

@@ -8,13 +8,9 @@ import sys
 import pytest
 import torch
 import torch_npu
+from comparisons import close
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def close(actual, expected, ulps=4):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected.double(), atol=bound, rtol=bound)
 
 
 def test_init_routing():

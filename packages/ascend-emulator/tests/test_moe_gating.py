@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch_npu
 from cann_calls import needs_argument
+from comparisons import close
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def close(actual, expected, ulps=4):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected.double(), atol=bound, rtol=bound)
 
 
 def scores_of(shape):
@@ -84,7 +80,7 @@ def test_gating_chooses_the_first_of_equal_experts():
     assert experts.cpu().tolist() == [[1, 3, 0, 2]] * 3
 
 
-def test_gating_is_deepseek_v3_s_router():
+def test_gating_equals_the_router_of_deepseek_v3():
     """transformers' DeepseekV3TopkRouter, for the published model's 256 experts."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
         DeepseekV3Config,

@@ -53,7 +53,7 @@ def null_calls(run, tmp_path_factory):
     done = run("run", "--", sys.executable, str(script), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
     assert done.returncode == 0, f"{lines[-1][0]} with nothing: {done.stderr[-300:]}"
-    return {name: (status, *said) for name, status, *said in lines}
+    return {name: (status, *message) for name, status, *message in lines}
 
 
 def test_every_public_name_of_cann_is_there(null_calls):
@@ -71,7 +71,7 @@ def test_versions_that_only_the_api_reference_has_are_there():
         f"{name}MatmulAllReduceAddRmsNorm"
         for name in ("", "Inplace", "Quant", "InplaceQuant", "WeightQuant", "InplaceWeightQuant")
     ]
-    others = (
+    names = (
         *(
             "RingAttentionUpdate",
             "GroupedMatmulV2",
@@ -81,7 +81,7 @@ def test_versions_that_only_the_api_reference_has_are_there():
         ),
         *("AlltoAllAllGatherBatchMatMul", "ApplyFusedEmaAdam"),
     )
-    assert {f"aclnn{name}" for name in (*fused, *others)} <= cann_names.public_names().keys()
+    assert {f"aclnn{name}" for name in (*fused, *names)} <= cann_names.public_names().keys()
 
 
 def test_what_is_not_emulated_refuses_by_its_own_name(null_calls):
@@ -123,16 +123,16 @@ def test_emulated_commands_answer_or_name_what_is_missing(null_calls):
         ):
             continue
         for function in functions(name):
-            status, said = (*null_calls[function], "")[:2]
-            if status != "0" and said and name not in said:
-                wrong[function] = said
+            status, stderr = (*null_calls[function], "")[:2]
+            if status != "0" and stderr and name not in stderr:
+                wrong[function] = stderr
     assert not wrong, json.dumps(wrong, indent=1)
 
 
 def test_an_operator_without_outputs_is_refused(null_calls):
     """ACLNN_ERR_PARAM_NULLPTR, where it crashed."""
-    status, said = null_calls["aclnnAddGetWorkspaceSize"]
-    assert (status, said) == (
+    status, stderr = null_calls["aclnnAddGetWorkspaceSize"]
+    assert (status, stderr) == (
         "161001",
         "[ascend-emulator] aclnnAdd: workspaceSize or executor is null",
     )

@@ -9,16 +9,12 @@ import re
 import pytest
 import torch
 import torch_npu
+from comparisons import close
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = FLOATS[1:]
 SHAPES = [(1, 64), (5, 7, 96), (2, 3, 4, 50), (257, 1024), (0, 8)]
-
-
-def close(actual, expected, ulps=4):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 def near(actual, expected):

@@ -114,9 +114,9 @@ def answers(run, npus, **environment):
 
 def test_public_projects_read_their_answers(run):
     cpus = sorted(os.sched_getaffinity(0))
-    found = answers(run, "2")
-    assert str(cpus[-1]) in re.split(r"\W", found.pop("vllm-ascend, CPUs"))
-    assert found == {
+    result = answers(run, "2")
+    assert str(cpus[-1]) in re.split(r"\W", result.pop("vllm-ascend, CPUs"))
+    assert result == {
         "verl, driver": "25.5.0",
         "verl, toolkit": build.CANN_VERSION,
         "vllm-ascend, health": "OK",
@@ -133,14 +133,14 @@ def test_public_projects_read_their_answers(run):
 
 def test_one_npu_answers_for_itself_only(run):
     """verl asks for NPU 1, and after a failure for the first of ASCEND_VISIBLE_DEVICES."""
-    found = answers(run, "1")
-    assert (found["verl, driver"], found["lccl"], found["ids"]) == ("", "0", "0,")
+    result = answers(run, "1")
+    assert (result["verl, driver"], result["lccl"], result["ids"]) == ("", "0", "0,")
     done = smi(run, "info", "-t", "board", "-i", "0", npus="1")
     assert done.returncode == 0
     assert "Software Version               : 25.5.0\n" in done.stdout
 
 
-def test_the_driver_s_version_is_that_of_the_option(run):
+def test_driver_version_is_set_by_the_option(run):
     assert answers(run, "2", ASCEND_EMULATOR_DRIVER="24.1.rc3")["verl, driver"] == "24.1.rc3"
 
 

@@ -146,8 +146,8 @@ def test_collectives_add_in_an_order_of_the_seed(tmp_path):
             for rank in range(4)
         ]
         assert [rank.wait(100) for rank in ranks] == [0] * 4
-        first, *others = (torch.load(tmp_path / f"{name}{rank}") for rank in range(4))
-        for other in others:
+        first, *later_ranks = (torch.load(tmp_path / f"{name}{rank}") for rank in range(4))
+        for other in later_ranks:
             assert all(map(torch.equal, first, other))
         sums[numerics] = first
     for plain, other in zip(sums[""][:2], sums["jitter:1"][:2], strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ascend_emulator import build, operators
-from harness.distributions import write_metadata
+from harness.project.distributions import write_metadata
 
 HERE = Path(__file__).parent
 CPP, PYTHON = HERE / "operators_of_a_project.cpp", HERE / "operators_of_a_project.py"
@@ -25,12 +25,12 @@ acl = ctypes.CDLL("libascendcl.so")
 own = ctypes.CDLL("libcust_opapi.so")
 acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 27, torch.int64: 9}
-def made(name, *arguments):
+def new(name, *arguments):
     create = getattr(acl, name)
     create.restype = c_void_p
     return c_void_p(create(*arguments))
 def array(kind, values, ctype):
-    return made(kind, (ctype * len(values))(*values), c_uint64(len(values)))
+    return new(kind, (ctype * len(values))(*values), c_uint64(len(values)))
 def tensor(x):
     if x is None:
         return c_void_p(0)
@@ -38,10 +38,10 @@ def tensor(x):
     stored = longs([x.untyped_storage().nbytes() // x.element_size()])
     place = longs(x.stride()), c_int64(x.storage_offset())
     memory = stored, c_uint64(1), c_void_p(x.untyped_storage().data_ptr())
-    return made("aclCreateTensor", longs(x.shape), c_uint64(x.dim()), TYPES[x.dtype], *place, 2, *memory)
+    return new("aclCreateTensor", longs(x.shape), c_uint64(x.dim()), TYPES[x.dtype], *place, 2, *memory)
 def tensors(all):
     handles = [tensor(x).value for x in all]
-    return made("aclCreateTensorList", (c_void_p * len(handles))(*handles), c_uint64(len(handles)))
+    return new("aclCreateTensorList", (c_void_p * len(handles))(*handles), c_uint64(len(handles)))
 def execute(name, *arguments):
     workspace, executor = c_uint64(), c_void_p()
     status = getattr(own, name + "GetWorkspaceSize")(*arguments, byref(workspace), byref(executor))
@@ -51,7 +51,7 @@ def execute(name, *arguments):
     if status:
         raise RuntimeError(f"{status}: {acl.aclGetRecentErrMsg().decode()}")
 def scalar(value):
-    return made("aclCreateScalar", byref(ctypes.c_float(value)), 0)
+    return new("aclCreateScalar", byref(ctypes.c_float(value)), 0)
 x, y = torch.arange(6.0, device="npu").view(2, 3), torch.ones(2, 3, device="npu")
 out = torch.empty_like(x)
 """
@@ -62,8 +62,8 @@ def program(run):
     """``program(text)``: its output with the operators of both files."""
 
     def start(text, declared=f"{CPP}:{PYTHON}", **environment):
-        own = {"ASCEND_EMULATOR_OPERATORS": declared, "TASK_QUEUE_ENABLE": "0", **environment}
-        return run("run", "--", sys.executable, "-c", CALLER + textwrap.dedent(text), **own)
+        variables = {"ASCEND_EMULATOR_OPERATORS": declared, "TASK_QUEUE_ENABLE": "0", **environment}
+        return run("run", "--", sys.executable, "-c", CALLER + textwrap.dedent(text), **variables)
 
     return start
 
@@ -184,7 +184,7 @@ def test_an_undeclared_operator_is_refused_by_its_name(program):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("none.py", "def add(x): ...", "has no function whose name starts with aclnn"),
         (
@@ -195,12 +195,12 @@ def test_an_undeclared_operator_is_refused_by_its_name(program):
         ("wrong.cpp", "int main() { return missing; }", "compiling your operators failed"),
     ],
 )
-def test_wrong_declarations_end_with_one_line(run, tmp_path, name, text, said):
+def test_wrong_declarations_end_with_one_line(run, tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     done = run("run", "--", "true", ASCEND_EMULATOR_OPERATORS=str(tmp_path / name))
     *compiler, last = done.stderr.splitlines()
     assert done.returncode == 1
-    assert said in last
+    assert message in last
     assert bool(compiler) == name.endswith(".cpp")
 
 
@@ -220,8 +220,8 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
         "def aclnnCustom(x: 'torch.Tensor', n: int, out: 'torch.Tensor') -> None: ..."
     )
     monkeypatch.syspath_prepend(tmp_path)
-    (found,) = operators.declared(operators._file("a_project.emulated"), "a_project.emulated")
-    assert found == operators.Operator(
+    (result,) = operators.declared(operators._file("a_project.emulated"), "a_project.emulated")
+    assert result == operators.Operator(
         "aclnnCustom", "a_project.emulated", (("x", "Tensor"), ("n", "int"), ("out", "Tensor"))
     )
 
@@ -250,10 +250,10 @@ def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):
             f"import ctypes; print(ctypes.CDLL({str(library)!r}).factor())",
         ]
         environment = {**os.environ, "LD_LIBRARY_PATH": str(build.torch_dir() / "lib")}
-        found = subprocess.run(
+        result = subprocess.run(
             ask, capture_output=True, text=True, env=environment, check=True
         ).stdout
-        seen.append((int(found), library.stat().st_ino))
+        seen.append((int(result), library.stat().st_ino))
     assert [value for value, _ in seen] == [2, 2, 3]
     assert seen[0] == seen[1] != seen[2]
 
@@ -263,17 +263,17 @@ def test_an_entry_point_declares_operators(tmp_path, monkeypatch):
     write_metadata(tmp_path, "a_project", "1", entry_points=points)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(HERE)
-    own = operators.library({})
-    assert own is not None
+    built = operators.library({})
+    assert built is not None
     exported = subprocess.run(
-        ["nm", "-D", own / "op_api/lib" / operators.SONAME],
+        ["nm", "-D", built / "op_api/lib" / operators.SONAME],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     assert "aclnnScaleCustomGetWorkspaceSize" in exported
     assert "ascend_emulator" not in exported  # looked up when called
-    assert own.parent.parent == build.cache_root()
+    assert built.parent.parent == build.cache_root()
 
 
 def test_disabling_and_faults_apply_to_them_by_name(program, run):
@@ -285,12 +285,12 @@ def test_disabling_and_faults_apply_to_them_by_name(program, run):
         except RuntimeError as error:
             print(error)
     """
-    for variable, value, said in (
+    for variable, value, message in (
         ("WITHOUT", "aclnnAddCustom", "200006: [ascend-emulator] aclnnAddCustom is not emulated"),
         ("FAULTS", "aclnnAddCustom@1=ecc", "injected: aclnnAddCustom@1=ecc"),
     ):
         done = program(add, **{f"ASCEND_EMULATOR_{variable}": value})
-        assert said in done.stdout, done.stderr
+        assert message in done.stdout, done.stderr
     done = program(add, ASCEND_EMULATOR_FAULTS="aclnnAddCustm@1=ecc")
     assert done.returncode == 2
     assert "did you mean aclnnAddCustom?" in done.stderr
@@ -304,7 +304,7 @@ def test_an_operator_of_cann_that_is_not_emulated(run, tmp_path):
     assert done.stderr.rstrip().endswith(
         "aclnnGeluQuant is not emulated; `ascend-emulator coverage` lists what is; fix: say what it"
         " computes, in a file of Python or C++ that ASCEND_EMULATOR_OPERATORS names"
-        " (docs/custom-operators.md)"
+        " (docs/emulator.md#operators-of-your-own)"
     )
     (tmp_path / "own.py").write_text(
         textwrap.dedent("""
@@ -319,8 +319,8 @@ def test_an_operator_of_cann_that_is_not_emulated(run, tmp_path):
                 y.copy_((value / out_scale[:, None]).round())
         """)
     )
-    own = str(tmp_path / "own.py")
-    done = run("run", "--", sys.executable, "-c", script, ASCEND_EMULATOR_OPERATORS=own)
+    declaration = str(tmp_path / "own.py")
+    done = run("run", "--", sys.executable, "-c", script, ASCEND_EMULATOR_OPERATORS=declaration)
     gelu = torch.nn.functional.gelu(torch.ones(1)).item()
     y, scale = done.stdout.removesuffix("\n").split("]] ")
     assert y == "[[127, 127, 127, 127], [127, 127, 127, 127"

@@ -77,8 +77,8 @@ def test_adam(calls, nesterov):
     w = w - rate * (m * 0.9 + 0.1 * g if nesterov else m) / (1e-6 + v.sqrt())
     for actual, expected in zip(ours, (w, m, v), strict=True):
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
-    said = calls.refusal("ApplyAdam", *ours, *given, torch.ones(3).npu(), False, nesterov)
-    assert said.startswith("grad has shape [3]; it must be [5, 7] (rule apply_adam.shapes")
+    message = calls.refusal("ApplyAdam", *ours, *given, torch.ones(3).npu(), False, nesterov)
+    assert message.startswith("grad has shape [3]; it must be [5, 7] (rule apply_adam.shapes")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def suite(tmp_path):
     }
     environment.pop("LD_LIBRARY_PATH", None)
 
-    def start(body, *arguments, ini="", started=False, **own):
+    def start(body, *arguments, ini="", started=False, **options):
         (tmp_path / "test_one.py").write_text(f"def test_one():\n    {body}\n")
         (tmp_path / "conftest.py").write_text(f"import os\nEARLY = {LOADED}\n")
         (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
@@ -44,7 +44,12 @@ def suite(tmp_path):
         if started:
             pipe = subprocess.PIPE
             return subprocess.Popen(
-                command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environment | own
+                command,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                cwd=tmp_path,
+                env=environment | options,
             )
         return subprocess.run(
             command,
@@ -52,7 +57,7 @@ def suite(tmp_path):
             text=True,
             timeout=120,
             cwd=tmp_path,
-            env=environment | own,
+            env=environment | options,
             check=False,
         )
 

@@ -97,8 +97,8 @@ def test_maxima_with_indices_by_name():
     calls.compute("MaxPool2dWithIndicesBackward", grad.npu(), x.npu(), indices, *form, slope)
     backward = torch.ops.aten.max_pool2d_with_indices_backward
     torch.testing.assert_close(slope.cpu(), backward(grad, x, *form, places))
-    said = calls.refusal("MaxPool2dWithIndices", x.npu(), *form[:3], [2, 2], False, out, indices)
-    assert said == "dilation is [2, 2]; it must be 1"
+    message = calls.refusal("MaxPool2dWithIndices", x.npu(), *form[:3], [2, 2], False, out, indices)
+    assert message == "dilation is [2, 2]; it must be 1"
     assert (
         calls.workspace(
             "MaxPool2dWithIndicesBackward", out, x.npu(), indices, [3], *form[1:], x[:1].npu()

@@ -37,8 +37,8 @@ def profile(tmp_path_factory):
                 side.wait_stream(torch.npu.default_stream())
                 product.sum().item()
             running.step()
-    (found,) = path.glob("one_*")
-    return found
+    (result,) = path.glob("one_*")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_kernel_details_has_the_operators_of_each_step(kernels):
 
 
 @without_sanitizers(ANALYSIS)
-def test_the_timeline_joins_operators_on_the_host_and_on_the_npu(profile):
+def test_timeline_joins_host_and_npu_operators(profile):
     trace = json.loads((profile / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
     named = {event["name"]: event for event in trace if event.get("ph") == "X"}
     assert {"aten::matmul", "aten::sum", "aclnnReduceSum"} <= named.keys()

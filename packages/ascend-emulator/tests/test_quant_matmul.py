@@ -5,29 +5,9 @@
 import pytest
 import torch
 import torch_npu
+from comparisons import close_sums, integers, packed
 
 HALVES = [torch.float16, torch.bfloat16]
-
-
-def close(actual, expected, ulps=2):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(
-        actual.cpu().double(),
-        expected,
-        atol=bound * max(1.0, expected.abs().max().item()),
-        rtol=bound,
-    )
-
-
-def packed(values):
-    """int4 values [..., 8 n] -> int32 [..., n], the first in the lowest bits."""
-    fields = (values.long() & 15).unflatten(-1, (-1, 8))
-    words = sum(fields[..., i] << (4 * i) for i in range(8))
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def integers(*shape, low=-128, high=128):
-    return torch.randint(low, high, shape, dtype=torch.int8)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -49,7 +29,9 @@ def test_quant_matmul_per_token(transposed, batch, dtype):
         bias=bias.npu(),
         output_dtype=dtype,
     )
-    close(actual, (a.double() @ b.double() + bias) * scale.double() * per_token.double()[:, None])
+    close_sums(
+        actual, (a.double() @ b.double() + bias) * scale.double() * per_token.double()[:, None]
+    )
 
 
 def test_quant_matmul_to_int8_and_int32():
@@ -68,8 +50,8 @@ def test_quant_matmul_sums_beyond_float32_are_exact():
     a, b = torch.full((3, 2501), 127, dtype=torch.int8), integers(2501, 8)
     b[:, 0] = 127
     scale = torch.ones(8)
-    found = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), output_dtype=torch.int32)
-    assert torch.equal(found.cpu().long(), a.long() @ b.long())
+    result = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), output_dtype=torch.int32)
+    assert torch.equal(result.cpu().long(), a.long() @ b.long())
 
 
 @pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32], ids=str)
@@ -83,7 +65,7 @@ def test_quant_matmul_to_bfloat16_adds_its_bias_last(bias):
     actual = torch_npu.npu_quant_matmul(
         a.npu(), b.npu(), scale.npu(), bias=add.npu(), output_dtype=torch.bfloat16
     )
-    close(actual, a.double() @ b.double() * scale.double() + add.double())
+    close_sums(actual, a.double() @ b.double() * scale.double() + add.double())
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -101,7 +83,7 @@ def test_quant_matmul_of_int4(transposed):
         pertoken_scale=torch.ones(4).npu(),
         output_dtype=torch.float16,
     )
-    close(actual, a.double() @ b.double() * scale.double())
+    close_sums(actual, a.double() @ b.double() * scale.double())
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -116,10 +98,10 @@ def test_weight_quant_batchmatmul(precise, four_bits, group, dtype):
         torch.randn(rows, 16).to(dtype),
         torch.randn(16).to(torch.float32 if dtype == torch.bfloat16 else dtype),
     )
-    own = packed(weight) if four_bits else weight
+    stored = packed(weight) if four_bits else weight
     actual = torch_npu.npu_weight_quant_batchmatmul(
         x.npu(),
-        own.npu(),
+        stored.npu(),
         scale.npu(),
         offset.npu(),
         bias=bias.npu(),
@@ -127,7 +109,9 @@ def test_weight_quant_batchmatmul(precise, four_bits, group, dtype):
         inner_precise=precise,
     )
     spread = lambda p: p.double().repeat_interleave(64 // rows, 0)  # noqa: E731
-    close(actual, x.double() @ ((weight.double() + spread(offset)) * spread(scale)) + bias.double())
+    close_sums(
+        actual, x.double() @ ((weight.double() + spread(offset)) * spread(scale)) + bias.double()
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +137,7 @@ def test_int4_weight_packed_by_torch_npu():
     words = torch_npu.npu_convert_weight_to_int4pack(weight.npu())
     assert torch.equal(words.cpu(), packed(weight))
     scale = torch.rand(1, 32).half()
-    close(
+    close_sums(
         torch_npu.npu_weight_quant_batchmatmul(x.npu(), words, scale.npu()),
         x.double() @ (weight.double() * scale.double()),
     )
@@ -180,4 +164,4 @@ def test_batch_gather_matmul(with_a):
         if index < 3:
             low = a[index, 1].double() @ x[i].double() if with_a else x[i].double()
             expected[i, 8:40] += 0.5 * (b[index, 1].double() @ low)
-    close(actual, expected, ulps=4)
+    close_sums(actual, expected, ulps=4)

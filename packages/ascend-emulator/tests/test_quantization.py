@@ -6,36 +6,10 @@ import pytest
 import torch
 import torch_npu
 from cann_calls import Calls
+from comparisons import close_numbers, packed, same_integers, unpacked
 
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [torch.float32, *HALVES]
-
-
-def unpacked(words):
-    """int32 [..., n] -> the eight int4 values of each, [..., 8 n], the lowest bits first."""
-    fields = torch.stack([(words.cpu().long() >> (4 * i)) & 15 for i in range(8)], -1).flatten(-2)
-    return torch.where(fields > 7, fields - 16, fields)
-
-
-def packed(values):
-    """The reverse."""
-    fields = (values.long() & 15).unflatten(-1, (-1, 8))
-    words = sum(fields[..., i] << (4 * i) for i in range(8))
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def same_integers(actual, wide, lowest, highest):
-    """Rounded values: where float32 and float64 fall on different sides of a tie, they may differ
-    by one."""
-    actual, expected = actual.cpu().double(), wide.round().clamp(lowest, highest)
-    near_tie = ((wide - wide.floor()) - 0.5).abs() < 1e-3
-    assert actual.shape == expected.shape
-    assert torch.equal(actual[~near_tie], expected[~near_tie])
-    assert ((actual - expected).abs() <= 1)[near_tie].all()
-
-
-def close(actual, expected, tolerance=1e-5):
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -102,9 +76,9 @@ def test_dynamic_quant(symmetric, smooth, four_bits, dtype):
     else:
         values, scale, offset = torch_npu.npu_dynamic_quant_asymmetric(x.npu(), **options)
         step = (wide.amax(-1) - wide.amin(-1)) / (2 * top + 1)
-        close(offset, top - wide.amax(-1) / step, 1e-4)
+        close_numbers(offset, top - wide.amax(-1) / step, 1e-4)
         expected = wide / step[..., None] + (top - wide.amax(-1) / step)[..., None]
-    close(scale, step)
+    close_numbers(scale, step)
     same_integers(unpacked(values) if four_bits else values, expected, -top - 1, top)
 
 
@@ -200,7 +174,7 @@ def test_kronecker_quant(clip, dtype):
     words, scale = torch_npu.npu_kronecker_quant(x.npu(), left.npu(), right.npu(), clip)
     wide = left.double() @ x.double() @ right.double()
     step = wide.abs().amax((1, 2)) / (7 / clip)
-    close(scale, step)
+    close_numbers(scale, step)
     same_integers(unpacked(words), wide / step.view(-1, 1, 1), -8, 7)
 
 
@@ -258,7 +232,7 @@ def test_fake_quantization(dtype):
         )
         assert torch.equal(outs[0].cpu(), expected.to(dtype))
         assert torch.equal(outs[1].cpu(), kept)
-    said = calls.refusal("FakeQuantPerTensorAffineCachemask", *one, 1, 3, 3, *outs)
-    assert said == "quant_min is 3 and quant_max 3; it must be smaller"
-    said = calls.refusal("FakeQuantPerChannelAffineCachemask", *given, 1, *range_, *outs)
-    assert said == "scale has shape [4]; it must be [6]"
+    message = calls.refusal("FakeQuantPerTensorAffineCachemask", *one, 1, 3, 3, *outs)
+    assert message == "quant_min is 3 and quant_max 3; it must be smaller"
+    message = calls.refusal("FakeQuantPerChannelAffineCachemask", *given, 1, *range_, *outs)
+    assert message == "scale has shape [4]; it must be [6]"

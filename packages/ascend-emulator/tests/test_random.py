@@ -122,7 +122,7 @@ def test_randperm_is_a_permutation():
     assert not torch.equal(order, torch.arange(500))
 
 
-def test_multinomial_without_replacement_draws_each_at_most_once():
+def test_multinomial_without_replacement_draws_no_index_twice():
     rows = torch.multinomial(torch.ones(50, 8, device="npu"), 8).cpu()
     assert torch.equal(rows.sort(-1).values, torch.arange(8).expand(50, 8))
 

@@ -22,11 +22,11 @@ def test_lstm_cell(agree, dtype, biased):
                 grad_h, grad_c, c, cell, workspace, biased
             )
             return h, cell, gates, before, *([bias] if biased else [])
-        own, before = (a + b).requires_grad_(), c.clone().requires_grad_()
-        i, f, g, o = (own + p + q if biased else own).chunk(4, 1)
+        preactivations, before = (a + b).requires_grad_(), c.clone().requires_grad_()
+        i, f, g, o = (preactivations + p + q if biased else preactivations).chunk(4, 1)
         cell = f.sigmoid() * before + i.sigmoid() * g.tanh()
         h = o.sigmoid() * cell.tanh()
-        gates, slope = torch.autograd.grad([h, cell], [own, before], [grad_h, grad_c])
+        gates, slope = torch.autograd.grad([h, cell], [preactivations, before], [grad_h, grad_c])
         return h.detach(), cell.detach(), gates, slope, *([gates.sum(0)] if biased else [])
 
     agree(step, *args, ulps=32)
@@ -104,9 +104,9 @@ def test_packed_sequences(layers, bidirectional, bias):
     wide = x.double().requires_grad_()
     given = pack_padded_sequence(x.npu(), lengths, enforce_sorted=False)
     mine = given.data.requires_grad_()
-    found, states = ours(given)
+    output, states = ours(given)
     expected, exact_states = exact(pack_padded_sequence(wide, lengths, enforce_sorted=False))
-    (y, _), (exact_y, _) = pad_packed_sequence(found), pad_packed_sequence(expected)
+    (y, _), (exact_y, _) = pad_packed_sequence(output), pad_packed_sequence(expected)
     for actual, wanted in zip([y, *states], [exact_y, *exact_states], strict=True):
         near(actual, wanted, torch.float32)
     slopes = [torch.randn(each.shape) * (not bidirectional or each is y) for each in (y, *states)]
@@ -174,8 +174,8 @@ def test_recurrent_layers_by_name(kind, layers, bidirectional, batch_first):
     ]
     for actual, exact_grad in zip([*outs, *grads], wanted, strict=True):
         near(actual, exact_grad, torch.float32)
-    said = calls.refusal(kind, ours, parameters[:-1], where, None, *flags, y, *ends, *kept)
-    assert said == f"params has {len(parameters) - 1} tensors; {len(parameters)} are needed"
+    message = calls.refusal(kind, ours, parameters[:-1], where, None, *flags, y, *ends, *kept)
+    assert message == f"params has {len(parameters) - 1} tensors; {len(parameters)} are needed"
 
 
 def test_recurrent_layers_refuse():
@@ -189,7 +189,7 @@ def test_recurrent_layers_refuse():
         [torch.zeros(5, 6, 4).npu(), *[torch.zeros(2, 6, 4).npu()] * 2],
     )
     kept = [[torch.zeros(5, 6, 4).npu()] * 2] * 7
-    for given, said in (
+    for given, message in (
         (
             (None, True, 2, 0.5, True, False, False),
             "dropout is 0.5; between layers only 0 is emulated: its mask is not returned",
@@ -199,8 +199,8 @@ def test_recurrent_layers_refuse():
             "input has 3 dimensions; allowed: 2",
         ),
     ):
-        assert calls.refusal("LSTM", x, parameters, hx, *given, *outs, *kept) == said
-    for sizes, rows, said in (
+        assert calls.refusal("LSTM", x, parameters, hx, *given, *outs, *kept) == message
+    for sizes, rows, message in (
         (
             [6, 4],
             31,
@@ -214,7 +214,7 @@ def test_recurrent_layers_refuse():
         flags = (torch.tensor(sizes).npu(), True, 2, 0.0, True, False, False)
         assert (
             calls.refusal("LSTM", torch.zeros(rows, 3).npu(), parameters, hx, *flags, *outs, *kept)
-            == said
+            == message
         )
     given = (
         x,

@@ -70,9 +70,9 @@ VALUES |= {
         f"""pages, slots = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device="npu"), torch.tensor([0, 1, {slot}]).npu()
 store = lambda: torch_npu.npu_scatter_pa_kv_cache(half[0], half[0], pages, pages.clone(), slots, cache_mode="Norm")
 attempt("{name}", lambda: (store(), torch.npu.synchronize()))""",
-        f"aclnnScatterPaKvCache: slot {slot} is {said}",
+        f"aclnnScatterPaKvCache: slot {slot} is {refusal}",
     )
-    for name, slot, said in (
+    for name, slot, refusal in (
         ("slot", 99, "outside the cache"),
         ("negative slot", -1, "negative; allowed: 0 or more (rule scatter_pa_kv_cache.slots, "),
     )
@@ -81,9 +81,9 @@ VALUES |= {
     name: (
         f"""index = torch.tensor({index}).npu()
 attempt("{name}", lambda: ({call}, torch.npu.synchronize()))""",
-        f"{operator}: indices has values from {found}; allowed: 0 to {most}",
+        f"{operator}: indices has values from {values}; allowed: 0 to {limit}",
     )
-    for name, index, call, operator, found, most in (
+    for name, index, call, operator, values, limit in (
         (
             "row",
             [[3], [-1]],
@@ -157,7 +157,7 @@ def refusals(run):
         ("never there", "aclnnGeluQuant", "is not emulated"),
         ("legacy", "the legacy graph operator 'NMSWithMask'", ""),
         ("jit", "the legacy graph operator 'Relu'", ""),
-        ("dtype", "aclnnInplaceZero", "aclDataType 37 is not emulated"),
+        ("dtype", "aclnnInplaceZero", "does not compute in float8, HiF8 or float4"),
         ("argument", "aclnnRmsNorm", "gamma has shape [3], which is not the end of x's [4, 6]"),
         ("mixed", "aclnnRmsNorm", "gamma is Half (DT_FLOAT16) and self"),
         ("pse", "aclnnFusedInferAttentionScoreV3", "pse_shift"),
@@ -167,8 +167,8 @@ def refusals(run):
     ],
 )
 def test_error_names_the_operator(refusals, label, named, rest):
-    _, found, message = refusals[label].partition(f"[ascend-emulator] {named}")
-    assert found
+    _, separator, message = refusals[label].partition(f"[ascend-emulator] {named}")
+    assert separator
     assert rest in message
     assert "frame #" not in message
 
@@ -178,7 +178,7 @@ def test_error_names_the_operator(refusals, label, named, rest):
     [
         ("removed", "is not emulated"),
         ("jit", "is not emulated"),
-        ("dtype", "is not emulated"),
+        ("dtype", "(CANN refuses, inferred)"),
         ("argument", " (rule "),
         ("float32", " (rule "),
     ],
@@ -216,7 +216,7 @@ def test_a_failed_stream_stays_failed(run):
     assert "failed" in seen["later"]
 
 
-def test_error_in_torch_npu_s_queue_is_raised_and_stops_it(run):
+def test_error_in_the_task_queue_is_raised_and_stops_the_queue(run):
     """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps
     failing instead."""
     seen = lines(
@@ -311,7 +311,7 @@ def test_values_that_are_out_of_range_are_named(run):
     count = UNDEFINED.count("    lambda:")
     command = ("run", "--npus", str(count), "--memory", "64MiB", "--", sys.executable, "-c")
     done = run(*command, UNDEFINED, TASK_QUEUE_ENABLE="0")
-    found = done.stdout.splitlines()
+    printed = done.stdout.splitlines()
     wanted = [
         "aclnnEmbedding: indices has the value 11 at position 1, which is out of range; allowed: 0 to 9",
         "aclnnIndexSelect: index has the value -9 at position 1, which is out of range; allowed: 0 to 3",
@@ -322,8 +322,8 @@ def test_values_that_are_out_of_range_are_named(run):
         "aclnnCtcLoss: targets has the value 9 at position 1, which is out of range; allowed: 0 to 3",
         "aclnnRepeatInterleave: repeats has the value -1, which is out of range; allowed: from 0",
     ]
-    assert len(found) == len(wanted) == count, done.stderr
-    for line, text in zip(found, wanted, strict=True):
+    assert len(printed) == len(wanted) == count, done.stderr
+    for line, text in zip(printed, wanted, strict=True):
         line = (
             line.strip() or done.stderr
         )  # Some errors of torch_npu leave CANN's text to a warning.

@@ -2,16 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Rotary embeddings, against their definitions in float64."""
 
+import functools
+
+import comparisons
 import pytest
 import torch
 import torch_npu
 
+close = functools.partial(comparisons.close, ulps=3)
+
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def close(actual, expected, ulps=3):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 def rotated(x, interleaved):
@@ -69,9 +69,9 @@ def test_apply_rotary_pos_emb_changes_its_arguments(layout, size, dtype):
     ]
     ours = query.npu(), key.npu()
     results = torch_npu.npu_apply_rotary_pos_emb(*ours, cos.npu(), sin.npu(), layout=layout)
-    for own, result, wanted in zip(ours, results, expected, strict=True):
-        close(own, wanted)
-        assert torch.equal(own, result)
+    for argument, result, wanted in zip(ours, results, expected, strict=True):
+        close(argument, wanted)
+        assert torch.equal(argument, result)
 
 
 def rope(x, positions, cache, head_size, interleaved):

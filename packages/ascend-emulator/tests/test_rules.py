@@ -105,10 +105,10 @@ def test_a_limit_of_no_parameter_is_refused_before_compiling(
 ):
     """The parameter is called ``other`` in the source; such a limit held for each call."""
     monkeypatch.setattr(rules, "descriptions", lambda: (without_a_parameter(limit),))
-    said = (
+    message = (
         f"rule batch_matmul.out-dtype: '{limit}' is about '{parameter}', which is no parameter of"
     )
-    with pytest.raises(build.BuildError, match=re.escape(said)):
+    with pytest.raises(build.BuildError, match=re.escape(message)):
         build._build(tmp_path, ["false"], (), print)
 
 

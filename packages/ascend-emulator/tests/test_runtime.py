@@ -85,9 +85,9 @@ def test_events_measure_time_and_can_be_recorded_again():
         x = torch.tanh(x @ x)
     second.record()
     second.synchronize()
-    taken = (time.monotonic() - started) * 1000
+    milliseconds = (time.monotonic() - started) * 1000
     elapsed = first.elapsed_time(second)
-    assert 0 < elapsed <= taken
+    assert 0 < elapsed <= milliseconds
     second.record()
     second.synchronize()
     assert first.elapsed_time(second) >= elapsed

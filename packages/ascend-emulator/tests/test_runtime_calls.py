@@ -21,7 +21,7 @@ from ctypes import byref, c_int32, c_size_t, c_void_p
 import torch
 acl = ctypes.CDLL("libascendcl.so")
 acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
-def said():
+def last_message():
     return (acl.aclGetRecentErrMsg() or b"").decode()
 """
 
@@ -79,14 +79,14 @@ def test_outputs_that_may_be_null(acl):
     assert active.value == 1
 
 
-def test_the_last_error_is_the_thread_s(acl):
+def test_last_error_is_per_thread(acl):
     acl.aclrtGetLastError(0)
     assert acl.aclrtSetDevice(99) == 107001
-    others = []
-    thread = threading.Thread(target=lambda: others.append(acl.aclrtPeekAtLastError(0)))
+    errors = []
+    thread = threading.Thread(target=lambda: errors.append(acl.aclrtPeekAtLastError(0)))
     thread.start()
     thread.join()
-    assert others == [0]
+    assert errors == [0]
     assert [acl.aclrtPeekAtLastError(0), acl.aclrtGetLastError(0), acl.aclrtGetLastError(0)] == [
         107001,
         107001,
@@ -114,14 +114,14 @@ def test_a_device_is_reset_by_as_many_calls_as_set_it(program):
         assert acl.aclrtMemset(buffer, size, 0, size) == 0 and acl.aclrtSynchronizeStream(stream) == 0
         assert acl.aclrtResetDevice(0) == 0
         assert acl.aclrtMalloc(byref(buffer), size, 0) == 107002
-        print(said())
+        print(last_message())
         assert acl.aclrtResetDevice(0) == 107002
-        print(said())
+        print(last_message())
         assert acl.aclrtSetDevice(0) == 0
         assert acl.aclrtMemset(buffer, size, 0, size) != 0
-        print("where 0 are allocated" in said())
+        print("where 0 are allocated" in last_message())
         assert acl.aclrtSynchronizeStream(stream) != 0
-        print("is no stream, or it was destroyed" in said())
+        print("is no stream, or it was destroyed" in last_message())
         free, total = c_size_t(), c_size_t()
         assert acl.aclrtGetMemInfo(0, byref(free), byref(total)) == 0
         print(free.value == total.value)
@@ -155,7 +155,7 @@ def test_a_reset_within_a_capture_ends_it(program):
         thread = threading.Thread(target=lambda: print(copy()))
         thread.start()
         thread.join()
-        print(acl.aclmdlRICaptureEnd(stream, byref(graph)) != 0, "is no stream, or it was destroyed" in said())
+        print(acl.aclmdlRICaptureEnd(stream, byref(graph)) != 0, "is no stream, or it was destroyed" in last_message())
         assert acl.aclrtCreateStream(byref(stream)) == 0 and acl.aclmdlRICaptureBegin(stream, 0) == 0
         print(acl.aclmdlRICaptureEnd(stream, byref(graph)), acl.aclmdlRIExecuteAsync(graph, None))
     """
@@ -179,7 +179,7 @@ def test_a_reset_frees_physical_memory(program):
         assert acl.aclrtResetDeviceForce(0) == 0 and acl.aclrtSetDevice(0) == 0
         assert acl.aclrtGetMemInfo(0, byref(free), byref(total)) == 0
         print(total.value - free.value >> 20)
-        print(acl.aclrtFreePhysical(handle) != 0, "is no physical memory" in said())
+        print(acl.aclrtFreePhysical(handle) != 0, "is no physical memory" in last_message())
         print(acl.aclrtReleaseMemAddress(address))
     """
     assert program(text) == ["128", "0", "True True", "0"]
@@ -210,7 +210,7 @@ def test_contexts_are_created_and_destroyed(program):
             assert device.value == npu
         assert acl.aclrtDestroyContext(first) == 0
         assert acl.aclrtSetCurrentContext(first) != 0
-        print("is no context, or it was destroyed" in said())
+        print("is no context, or it was destroyed" in last_message())
     """
     assert program(text, "--npus", "2") == ["True"]
 
@@ -223,7 +223,7 @@ def test_copies_between_npus_are_enabled_first(program):
         copy = lambda: acl.aclrtMemcpy(buffers[1], size, buffers[0], size, 3)
         assert copy() == 100000
         assert acl.aclrtDeviceEnablePeerAccess(1, 0) == 100000
-        print(said())
+        print(last_message())
         for call, expected in ((acl.aclrtDeviceEnablePeerAccess, 1), (acl.aclrtDeviceDisablePeerAccess, 0)):
             assert call(0, 0) == 0
             assert acl.aclrtDevicePeerAccessStatus(0, 1, byref(status)) == 0 and status.value == expected
@@ -244,7 +244,7 @@ def uuids(program, visible):
     return program(text, "--npus", "3", ASCEND_RT_VISIBLE_DEVICES=visible)
 
 
-def test_uuids_are_of_the_machine_s_npus(program):
+def test_uuids_identify_the_npus_of_the_machine(program):
     every = uuids(program, "")
     assert len(set(every)) == 3
     assert uuids(program, "0,2") == [every[0], every[2]]
@@ -267,7 +267,7 @@ def blocked_stream():
     stream.synchronize()
 
 
-def test_an_event_s_waits_are_complete_when_the_streams_went_on(acl, blocked_stream):
+def test_event_waits_are_complete_when_their_streams_continue(acl, blocked_stream):
     stream, end = blocked_stream
     other, event, status = torch.npu.Stream(), c_void_p(), c_int32(9)
     assert acl.aclrtCreateEventWithFlag(byref(event), 1) == 0
@@ -354,7 +354,7 @@ def test_rows_of_a_matrix_are_copied(acl):
     assert call("aclrtMemcpy2d", here, 4, host, 6, 1) == 100000
 
 
-def test_an_argument_s_error_is_its_operator_s(acl):
+def test_error_of_an_argument_names_its_operator(acl):
     """Not that of a later operator whose optional argument is absent."""
     acl.aclCreateTensor.restype = c_void_p
     dims = (ctypes.c_int64 * 1)(3)
@@ -391,7 +391,7 @@ def test_a_public_name_without_a_status_says_that_it_refuses(acl, capfd):
     assert "aclDataTypeSize is not emulated" in capfd.readouterr().err
 
 
-def test_python_s_runtime_module_copies(program):
+def test_runtime_module_of_python_copies_memory(program):
     text = """
         from acl.rt import memcpy
         buffer, size = c_void_p(), c_size_t(4096)
@@ -477,18 +477,18 @@ def test_an_event_without_flags_measures_times(acl):
         assert acl.aclrtDestroyEvent(event) == 0
 
 
-def test_a_kernel_for_the_npu_s_cores_is_refused_by_its_name(program):
+def test_kernel_for_npu_cores_is_refused_by_its_name(program):
     """Launches of Triton and AscendC: a binary is loaded, then its kernel is looked up."""
     lines = program("""
         binary, code = c_void_p(), b"machine code"
         print(acl.aclrtBinaryLoadFromData(code, c_size_t(len(code)), None, byref(binary)))
-        print(acl.aclrtBinaryGetFunction(binary, b"_topk_kernel", byref(c_void_p())), said())
+        print(acl.aclrtBinaryGetFunction(binary, b"_topk_kernel", byref(c_void_p())), last_message())
         print(acl.aclrtBinaryUnLoad(binary))
         description = (ctypes.c_uint64 * 3)(0x43554245, ctypes.cast(code, c_void_p).value, len(code))
         print(acl.rtDevBinaryRegister(description, byref(binary)))
         stub = c_size_t()
-        print(acl.rtFunctionRegister(binary, byref(stub), b"_topk_kernel_0", b"_topk_kernel", 0), said())
-        print(acl.rtKernelLaunch(byref(stub), 1, None, 0, None, None), said())
+        print(acl.rtFunctionRegister(binary, byref(stub), b"_topk_kernel_0", b"_topk_kernel", 0), last_message())
+        print(acl.rtKernelLaunch(byref(stub), 1, None, 0, None, None), last_message())
     """)
     assert [lines[0], lines[2], lines[3]] == ["0", "0", "0"]
     refused = (

@@ -10,12 +10,7 @@ import pytest
 import torch
 import torch_npu
 from cann_calls import needs_argument
-
-
-def close(actual, expected, ulps=4):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound, rtol=bound)
-
+from comparisons import close
 
 PAGES = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)
 
@@ -108,8 +103,8 @@ def test_sparse_flash_attention(mode, layout):
     )[0]  # fmt: skip
     for t in range(4):
         seen = LENGTHS[t // 2] - (1 - t % 2 if mode == 3 else 0)
-        own = named[t, 0][(named[t, 0] >= 0) & (named[t, 0] < seen)].long()
-        key = torch.cat([rows_of(keys)[t // 2], rows_of(key_ropes)[t // 2]], -1)[own].double()
+        selected = named[t, 0][(named[t, 0] >= 0) & (named[t, 0] < seen)].long()
+        key = torch.cat([rows_of(keys)[t // 2], rows_of(key_ropes)[t // 2]], -1)[selected].double()
         scores = torch.cat([query[t], ropes[t]], -1).double() @ key.t() * 0.1
         close(out.view(4, heads, 512)[t], scores.softmax(-1) @ key[:, :512], ulps=8)
 
@@ -142,8 +137,8 @@ def test_kv_quant_sparse_flash_attention(mode, layout, dtype, value_width):
     )  # fmt: skip
     for t in range(4):
         seen = LENGTHS[t // 2] - (1 - t % 2 if mode == 3 else 0)
-        own = named[t, 0][(named[t, 0] >= 0) & (named[t, 0] < seen)].long()
-        key = torch.cat([rows_of(latents)[t // 2], rows_of(ropes)[t // 2]], -1)[own].double()
+        selected = named[t, 0][(named[t, 0] >= 0) & (named[t, 0] < seen)].long()
+        key = torch.cat([rows_of(latents)[t // 2], rows_of(ropes)[t // 2]], -1)[selected].double()
         scores = query[t].double() @ key.t() * 0.1
         close(out.view(4, heads, 512)[t], scores.softmax(-1) @ key[:, :512], ulps=8)
 

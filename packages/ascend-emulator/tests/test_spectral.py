@@ -65,10 +65,10 @@ def test_complex_signal(dtype):
 def test_inverse_and_gradient():
     x = torch.randn(2, 320)
     ours, wide = x.npu().requires_grad_(), x.double().requires_grad_()
-    found, expected = transform(ours, window=HANN), transform(wide, window=HANN.double())
-    back = torch.istft(found, 32, window=HANN.npu())
+    actual, expected = transform(ours, window=HANN), transform(wide, window=HANN.double())
+    back = torch.istft(actual, 32, window=HANN.npu())
     torch.testing.assert_close(back.cpu(), x[:, : back.size(1)], atol=1e-5, rtol=1e-5)
-    found.abs().square().sum().backward()
+    actual.abs().square().sum().backward()
     expected.abs().square().sum().backward()
     torch.testing.assert_close(ours.grad.cpu().double(), wide.grad, atol=1e-3, rtol=1e-4)
 

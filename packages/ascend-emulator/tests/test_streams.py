@@ -103,7 +103,7 @@ def test_a_stream_waits_for_an_event_of_another(side_stream, matrix):
     assert total.item() == pytest.approx(expected.sum().item(), rel=1e-4)
 
 
-def test_elapsed_time_is_the_device_s(side_stream, matrix):
+def test_elapsed_time_is_device_time(side_stream, matrix):
     first, last = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     start = time.monotonic()
     first.record(side_stream)
@@ -192,7 +192,7 @@ def test_destroyed_and_foreign_handles_are_refused():
     assert b"is no event, or it was destroyed" in library.aclGetRecentErrMsg()
 
 
-def test_host_functions_run_in_the_stream_s_order():
+def test_host_functions_run_in_stream_order():
     library, stream = ctypes.CDLL("libascendcl.so"), torch.npu.Stream()
     seen, kind = [], ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     calls = [
@@ -218,8 +218,8 @@ while (status := library.aclrtCreateStream(ctypes.byref(handle))) == 0:
 print(made, status, library.aclGetRecentErrMsg().decode())
 """
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", script)
-    made, status, message = done.stdout.split(" ", 2)
-    assert 900 < int(made) <= 1024
+    num_streams, status, message = done.stdout.split(" ", 2)
+    assert 900 < int(num_streams) <= 1024
     assert status == "207008"
     assert "no stream resource: NPU 0 has 1024 streams" in message
 
@@ -237,7 +237,7 @@ print(made, status, library.aclGetRecentErrMsg().decode())
         ("25.5.1", "25.5.1", range(1100, 1101), ""),
     ],
 )
-def test_streams_of_graphs_by_the_driver_s_version(run, driver, version, captured, message):
+def test_streams_of_graphs_by_driver_version(run, driver, version, captured, message):
     """310P has 1024 streams, which graphs keep with drivers before 25.5.1."""
     script = """
 import torch, torch_npu
@@ -258,9 +258,9 @@ print(len(graphs), get_cann_version("DRIVER") or "unknown", failure)
 """
     given = ["--driver", driver] if driver else []
     done = run("run", "--soc", "Ascend310P3", *given, "--", sys.executable, "-c", script)
-    count, found, failure = done.stdout.split(" ", 2)
+    count, result, failure = done.stdout.split(" ", 2)
     assert int(count) in captured
-    assert found == (version or "unknown")
+    assert result == (version or "unknown")
     assert message in failure
     assert bool(failure.strip()) == bool(message)
     assert ("207005" in failure) == (driver == "24.1.rc3")
@@ -343,7 +343,7 @@ def test_error_reaches_all_waiters_of_its_stream(run):
     assert done.stdout.splitlines() == ["other True", "event True"], done.stderr
 
 
-def test_operator_refused_on_one_npu_s_queue_leaves_the_others(run):
+def test_operator_refused_in_one_queue_does_not_stop_other_npus(run):
     """With TASK_QUEUE_ENABLE=2, torch_npu calls both functions of an operator on its queue's
     thread.
 

@@ -86,8 +86,8 @@ HALVES, INTEGERS = ("BFloat16", "Half", "Float"), ("Byte", "Char", "Short", "Int
 )
 def test_dtype_is_refused_at_the_call(call, dtype, named):
     message = refusal(call, npu(4, 4, dtype=dtype))
-    found, *dtypes = named
-    assert f"[ascend-emulator] {found}; allowed: {', '.join(dtypes)}" in message
+    operator, *dtypes = named
+    assert f"[ascend-emulator] {operator}; allowed: {', '.join(dtypes)}" in message
 
 
 # Arguments that Atlas A3 refuses in PyTorch's own tests
@@ -154,8 +154,8 @@ ON_HARDWARE = {
 
 @pytest.mark.parametrize("named", ON_HARDWARE)
 def test_dtypes_are_those_that_hardware_takes(named):
-    call, refused, taken = ON_HARDWARE[named]
-    call(*[npu(4, 4, dtype=taken)] * (2 if call is torch.gcd else 1))
+    call, refused, accepted = ON_HARDWARE[named]
+    call(*[npu(4, 4, dtype=accepted)] * (2 if call is torch.gcd else 1))
     for dtype in refused:
         message = refusal(call, *[npu(4, 4, dtype=dtype)] * (2 if call is torch.gcd else 1))
         assert re.search(

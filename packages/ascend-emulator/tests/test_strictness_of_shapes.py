@@ -127,9 +127,9 @@ ONE = 1.0
     ],
 )
 def test_shape_is_refused_at_the_call(name, arguments, named):
-    made = [made_of(each) for each in arguments]
+    tensors = [made_of(each) for each in arguments]
     torch.npu.synchronize()
-    status, _, message = Calls().workspace(name, *made)
+    status, _, message = Calls().workspace(name, *tensors)
     assert status != 0
     assert message == f"[ascend-emulator] aclnn{name}: {named} (CANN refuses, inferred)"
 

@@ -54,19 +54,19 @@ def printed_lines(run):
 
 
 def test_every_library_of_the_wheel_loads_with_all_its_symbols(printed_lines):
-    found = printed_lines(LOAD)
-    assert [rest for first, rest in found if first == "failed"] == []
+    lines = printed_lines(LOAD)
+    assert [rest for first, rest in lines if first == "failed"] == []
     assert {"libtorch_npu.so", "libop_plugin_atb.so", "_torchair.so", "_npu_graph_executor.so"} <= {
-        rest for _, rest in found
+        rest for _, rest in lines
     }
 
 
 def test_graphs_compute_and_the_graph_engine_refuses_by_name(printed_lines):
-    found = printed_lines(COMPILE)
-    assert [first for first, _ in found] == ["difference"] * 3 + ["refused", "afterwards"]
-    assert [float(rest) for first, rest in found[:3]] == [0.0] * 3
+    lines = printed_lines(COMPILE)
+    assert [first for first, _ in lines] == ["difference"] * 3 + ["refused", "afterwards"]
+    assert [float(rest) for first, rest in lines[:3]] == [0.0] * 3
     assert (
         " of CANN's graph engine is not emulated; supported: torchair's mode reduce-overhead; fix:"
-        " CompilerConfig().mode" in found[3][1]
+        " CompilerConfig().mode" in lines[3][1]
     )
-    assert found[4][1] == "3.0"
+    assert lines[4][1] == "3.0"

@@ -210,14 +210,14 @@ torch.npu.synchronize()
     path = tmp_path / "trace.json"
     done = run("run", "--trace", str(path), "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    told = {
+    arguments_of = {
         event["name"]: event["args"] for event in tracing.events(path) if event["cat"] == "operator"
     }
     row = 2 * 64 * 2  # bytes of a token's keys
-    assert told["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
+    assert arguments_of["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
     attention, latent = (
-        told["aclnnFusedInferAttentionScoreV3"],
-        told["aclnnFusedInferAttentionScoreV4"],
+        arguments_of["aclnnFusedInferAttentionScoreV3"],
+        arguments_of["aclnnFusedInferAttentionScoreV4"],
     )
     keys, queries = 2 * (130 + 70) * row, 2 * 2 * 8 * 64 * 2
     # Sequence lengths, block table and sums besides.
@@ -227,18 +227,20 @@ torch.npu.synchronize()
     keys, queries = (512 + 64 + 512) * (130 + 70) * 2, (512 + 64 + 512) * 2 * 8 * 2
     assert keys + queries <= latent["bytes"] < keys + queries + 1000
     keys, queries = (512 + 64 + 512) * (3 + 2) * 2, (512 + 64 + 512) * 3 * 8 * 2  # the named tokens
-    assert keys + queries <= told["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
+    assert (
+        keys + queries <= arguments_of["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
+    )
     read, written = 3 * 576 + 512 + 2 * 3 * 64, 2 * 576  # One of three tokens has no slot.
     assert (
         2 * (read + written)
-        <= told["aclnnKvRmsNormRopeCache"]["bytes"]
+        <= arguments_of["aclnnKvRmsNormRopeCache"]["bytes"]
         < 2 * (read + written) + 100
     )
     state = 4 * 64 * 64 * 2
     # two are read and three written
-    assert 5 * state <= told["aclnnRecurrentGatedDeltaRule"]["bytes"] < 5 * state + 5000
-    assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
-    (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
+    assert 5 * state <= arguments_of["aclnnRecurrentGatedDeltaRule"]["bytes"] < 5 * state + 5000
+    assert arguments_of["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
+    (product,) = [arguments for name, arguments in arguments_of.items() if "GroupedMatmul" in name]
     assert product["flops"] == 2 * 5 * 64 * 32
-    assert told["aclnnInplaceAddmm"]["flops"] == 2 * 2 * 64 * 32
+    assert arguments_of["aclnnInplaceAddmm"]["flops"] == 2 * 2 * 64 * 32
     assert product["bytes"] == 2 * (5 * 64 + 2 * 64 * 32 + 5 * 32) + 4 * 8

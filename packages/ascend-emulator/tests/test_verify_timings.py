@@ -36,9 +36,9 @@ def timed(run, tmp_path_factory):
 
 def test_emulated_times_are_marked_in_file_and_name(timed):
     assert sorted(path.name for path in timed.iterdir()) == ["own-emulated.json", "own-emulated.md"]
-    found = report.read(timed / "own-emulated.json")
-    assert report.environment(found)["times"] == "emulated"
-    records = found["cases"]["launches"]
+    run_report = report.read(timed / "own-emulated.json")
+    assert report.environment(run_report)["times"] == "emulated"
+    records = run_report["cases"]["launches"]
     assert {name: each["outcome"] for name, each in records.items()} == dict.fromkeys(
         launches.PROGRAMS, "observed"
     )
@@ -54,10 +54,10 @@ def test_emulated_times_are_marked_in_file_and_name(timed):
     ],
 )
 def test_form_of_times_is_checked(timed, change, problem):
-    found = copy.deepcopy(report.read(timed / "own-emulated.json"))
-    rows = found["cases"]["launches"]["matmul-by-rows"]["facts"]["launches"]
-    change(report.environment(found), rows)
-    assert problem in report.problems(found)[0]
+    run_report = copy.deepcopy(report.read(timed / "own-emulated.json"))
+    rows = run_report["cases"]["launches"]["matmul-by-rows"]["facts"]["launches"]
+    change(report.environment(run_report), rows)
+    assert problem in report.problems(run_report)[0]
 
 
 def test_times_without_their_mark_are_not_written(timed, monkeypatch, tmp_path, capsys):

@@ -47,8 +47,8 @@ def test_foreach_with_a_number_in_a_tensor(calls, name, dtype):
     calls.compute(f"Foreach{name}Scalar", on_npu(xs), number.npu(), outs)
     for x, out in zip(xs, outs, strict=True):
         near(out, NUMBERS[name](x.double(), 0.75))
-    said = calls.refusal(f"Foreach{name}Scalar", on_npu(xs), npu(2, dtype=dtype), outs)
-    assert said == "scalar has shape [2]; it must have one element"
+    message = calls.refusal(f"Foreach{name}Scalar", on_npu(xs), npu(2, dtype=dtype), outs)
+    assert message == "scalar has shape [2]; it must have one element"
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -59,8 +59,8 @@ def test_foreach_of_two_lists(calls, name, dtype):
     calls.compute(f"Foreach{name}List", on_npu(xs), on_npu(ys), alpha.npu(), outs)
     for x, y, out in zip(xs, ys, outs, strict=True):
         near(out, PAIRS[name](x.double(), y.double(), alpha=-0.5))
-    said = calls.refusal(f"Foreach{name}List", on_npu(xs), on_npu(ys), npu(2, dtype=dtype), outs)
-    assert said == "alpha has shape [2]; it must have one element"
+    message = calls.refusal(f"Foreach{name}List", on_npu(xs), on_npu(ys), npu(2, dtype=dtype), outs)
+    assert message == "alpha has shape [2]; it must have one element"
 
 
 @pytest.mark.parametrize("name", ["Addcmul", "Addcdiv"])
@@ -241,11 +241,13 @@ def test_add_rms_norm_and_quantization(calls):
     expected = torch_npu.npu_add_rms_norm_quant(a, b, gamma, scale, zero)
     assert torch.equal(y1, expected[0])
     assert torch.equal(total, expected[2])
-    for given, said in (
+    for given, message in (
         ((None, zero, None, -1, 1e-6, False), "div_mode is false"),
         ((scale, zero, None, -1, 1e-6, True), "scales2"),
     ):
-        assert said in calls.refusal("AddRmsNormQuant", a, b, gamma, scale, *given, y1, y2, total)
+        assert message in calls.refusal(
+            "AddRmsNormQuant", a, b, gamma, scale, *given, y1, y2, total
+        )
 
 
 def test_layer_norm_of_the_compatible_mode(calls):
@@ -281,10 +283,10 @@ def test_dequantization_and_swiglu(calls):
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(scale, expected[1])
-    said = calls.refusal(
+    message = calls.refusal(
         "DequantSwigluQuant", x, None, rows, None, smooth, None, None, True, "dynamic", out, scale
     )
-    assert said.startswith("weight_scale is needed (rule dequant_swiglu_quant.int32-x")
+    assert message.startswith("weight_scale is needed (rule dequant_swiglu_quant.int32-x")
 
 
 def test_sampling(calls):

@@ -3,11 +3,15 @@
 """Versions of fused operators that the installed torch_npu does not call, against those that it
 calls or the formula."""
 
+import functools
 import sys
 
+import comparisons
 import pytest
 import torch
 import torch_npu
+
+close = functools.partial(comparisons.close, ulps=8)
 
 
 def npu(*shape, dtype=torch.float32):
@@ -16,11 +20,6 @@ def npu(*shape, dtype=torch.float32):
 
 def integers(*shape):
     return torch.randint(-90, 90, shape, dtype=torch.int8)
-
-
-def close(actual, expected, ulps=8):
-    bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected.double(), rtol=bound, atol=bound)
 
 
 def attention(query, key, value, heads=4, groups=2, layout="BNSD", mode=0):
@@ -129,8 +128,10 @@ def test_grouped_products_are_added(calls, dtype):
         out = start.npu()
         calls.compute(name, x.npu(), weight.npu(), lists.npu(), out, True, False, 2, *more)
         close(out, expected, ulps=64)
-        said = calls.refusal(name, x.npu(), weight.npu(), lists.npu(), out, False, False, 2, *more)
-        assert said == "transpose_x is 0 and transpose_weight 0; only true and false are allowed"
+        message = calls.refusal(
+            name, x.npu(), weight.npu(), lists.npu(), out, False, False, 2, *more
+        )
+        assert message == "transpose_x is 0 and transpose_weight 0; only true and false are allowed"
         assert "group_type is 0; allowed: 2" in calls.refusal(
             name, x.npu(), weight.npu(), lists.npu(), out, True, False, 0, *more
         )
@@ -156,10 +157,10 @@ def test_finalize_routing(calls, mode):
         "MoeFinalizeRoutingV2", rows, places, skip1, skip2, bias, scales, chosen, mode, out
     )
     assert torch.equal(out, newest(skip1, skip2))
-    said = calls.refusal(
+    message = calls.refusal(
         "MoeFinalizeRoutingV2", rows, places, skip1, None, bias, scales, chosen, mode, out
     )
-    assert said == "skip1 is given without skip2"
+    assert message == "skip1 is given without skip2"
     if mode:
         return
     calls.compute("MoeFinalizeRouting", rows, skip1, None, bias, scales, places, chosen, out)
@@ -244,7 +245,7 @@ def test_weights_to_dequantize(calls):
         out,
     )
     close(out, x.double() @ (weight.double() * scale.double()))
-    said = calls.refusal(
+    message = calls.refusal(
         "WeightQuantBatchMatmulNz",
         x.float().npu(),
         weight.npu(),
@@ -256,7 +257,7 @@ def test_weights_to_dequantize(calls):
         0,
         out,
     )
-    assert said.startswith("x is Float (DT_FLOAT); allowed: Half, BFloat16 (rule ")
+    assert message.startswith("x is Float (DT_FLOAT); allowed: Half, BFloat16 (rule ")
 
 
 ASCEND950 = """

@@ -41,23 +41,23 @@ def test_loss_and_gradients_of_two_ranks(dtype, index, keep):
         )
         for i, part in enumerate(parts)
     ]
-    most = torch.stack([each[0] for each in ranks]).amax(0)
-    total = sum(each[1] * (each[0] - most).exp() for each in ranks)
+    maxima = torch.stack([each[0] for each in ranks]).amax(0)
+    total = sum(each[1] * (each[0] - maxima).exp() for each in ranks)
     # The logits of the ranks that have the token, rebased from each rank's own maximum to the
     # global one.
-    own = [torch.from_numpy(own_rows(each[3])).npu() for each in ranks]
+    local_rows = [torch.from_numpy(own_rows(each[3])).npu() for each in ranks]
     predicted = sum(
-        (each[2] + each[0] - most) * here for each, here in zip(ranks, own, strict=True)
+        (each[2] + each[0] - maxima) * here for each, here in zip(ranks, local_rows, strict=True)
     )
     tolerance = 2e-2 if dtype is torch.bfloat16 else 4e-3
     whole, gradients = torch.zeros(ROWS, WIDTH, dtype=torch.double), []
     for part, (_, _, _, mask, place, logits) in zip(parts, ranks, strict=True):
         assert (logits is None) != keep
         loss, softmax = torch_npu.npu_fused_cross_entropy_loss_with_max_sum(
-            most, total, predicted, vocab_parallel_logits=logits
+            maxima, total, predicted, vocab_parallel_logits=logits
         )
         torch.testing.assert_close(loss.cpu().double(), expected.detach(), rtol=1e-4, atol=1e-4)
-        kept = {"softmax": softmax} if keep else {"logits_max": most, "sum_exp_logits": total}
+        kept = {"softmax": softmax} if keep else {"logits_max": maxima, "sum_exp_logits": total}
         of_x, of_weight = torch_npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
             slope.npu(), x.npu(), part, mask, place, **kept
         )
@@ -95,15 +95,15 @@ def test_what_the_documentation_excludes_is_refused():
     )
     mask, place = torch.zeros(2, dtype=torch.uint8).npu(), tokens().npu()
     outs = (rows, rows, rows, mask, place, None)
-    for given, said in (
+    for given, message in (
         ((x.float(), weight), "input is Float (DT_FLOAT); allowed: Half, BFloat16"),
         ((x, weight[:, :8].contiguous()), "weight has shape [128, 8]; it must be [128, 48]"),
     ):
         refusal = calls.refusal("FusedLinearOnlineMaxSum", *given, place, 0, 8, *outs)
-        assert refusal.startswith(said)
+        assert refusal.startswith(message)
     for first, last in ((-1, 8), (9, 8), (0, EACH)):
-        said = calls.refusal("FusedLinearOnlineMaxSum", x, weight, place, first, last, *outs)
-        assert said.startswith(
+        message = calls.refusal("FusedLinearOnlineMaxSum", x, weight, place, first, last, *outs)
+        assert message.startswith(
             f"vocab_start_index is {first} and vocab_end_index {last}; allowed: from 0 on"
         )
     loss = ("FusedCrossEntropyLossWithMaxSum", rows, rows, rows)
@@ -121,5 +121,5 @@ def test_what_the_documentation_excludes_is_refused():
         calls.refusal(*grad, few, mask, place, 0.0, rows, rows, None, x, few)
         == "weight has 64 rows; at least 128"
     )
-    said = "softmax is null; without it logits_max and sum_exp_logits are needed"
-    assert calls.refusal(*grad, weight, mask, place, 0.0, rows, None, None, x, weight) == said
+    message = "softmax is null; without it logits_max and sum_exp_logits are needed"
+    assert calls.refusal(*grad, weight, mask, place, 0.0, rows, None, None, x, weight) == message

@@ -13,7 +13,7 @@ import time
 
 import torch
 import torch_npu  # noqa: F401
-from runtime_calls import begin, call, copy, end, fill, made, memory, replay, stream
+from runtime_calls import begin, call, copy, end, fill, memory, new, replay, stream
 
 ROUNDS = 8
 
@@ -45,7 +45,7 @@ def captured_by_two_threads(device):
     """One capture in mode relaxed that two threads feed, each on its own stream."""
     call("aclrtSetDevice", device)
     main, side = stream(), stream()
-    fork, join = made("aclrtCreateEventWithFlag", 0), made("aclrtCreateEventWithFlag", 0)
+    fork, join = new("aclrtCreateEventWithFlag", 0), new("aclrtCreateEventWithFlag", 0)
     blocks = [memory() for _ in range(4)]
 
     def feed(on, at, to):

@@ -191,8 +191,8 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     Args:
         npus: number of NPUs, 1 to ``most_npus()``.
         soc: chip, a key of ``ascend_emulator.chips.chips()``.
-        memory: bytes of device memory per NPU; default: the chip's, or less if this machine has
-            less.
+        memory: bytes of device memory per NPU; by default those of the chip, or less if this
+            machine has less.
 
     Returns:
         The message, which is also printed to stderr once.

@@ -204,7 +204,7 @@ def _with_headers(sources: list[Path], *folders: Path) -> list[Path]:
 
 
 def _read(sources: list[Path], generated: Path) -> list[bytes]:
-    """Contents of the files that a unit is compiled from, except torch's."""
+    """Contents of the files that a unit is compiled from, except those of torch."""
     files = (*_with_headers(sources, generated), *sorted(ATEN.rglob("*.h")))
     return [path.read_bytes() for path in files]
 
@@ -265,7 +265,7 @@ def _versions() -> list[str]:
 
 def _contents() -> list[bytes]:
     """Inputs of the libraries, besides the installed torch_npu."""
-    modules = ("build", "cann_names", "elf", "facts", "families", "rules")
+    modules = ("build", "cann_names", "elf", "facts", "families", "rules", "version_files")
     inputs = [Path(__file__).with_name(f"{name}.py") for name in modules]
     inputs += [cann_names.NAMES, *sorted(facts.TABLES.iterdir()), *families.tables(SOURCES)]
     inputs += sorted(SOURCES.rglob("*.[ch]*"))
@@ -275,9 +275,8 @@ def _contents() -> list[bytes]:
 def prebuilt_name(versions: list[str] | None = None) -> str:
     """Directory of these libraries in the wheel ascend-emulator-libs: of any compiler, and of torch
     in any build without CUDA."""
-    public = [
-        version.partition("+")[0] for version in (_versions() if versions is None else versions)
-    ]
+    versions = _versions() if versions is None else versions
+    public = [version.partition("+")[0] for version in versions]
     return _digest(*public, *FLAGS, os.uname().machine, *_contents())
 
 
@@ -307,10 +306,12 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     versions = _versions()
     if (torch_dir() / "lib" / "libtorch_cuda.so").exists():
         release, pins = importlib.metadata.version("torch").partition("+")[0], []
+        # Without it pip may take the CUDA build of another index, and report success.
+        local = "+cpu" if os.uname().machine == "x86_64" else ""
         for name in ("torch", "torchvision", "torchaudio"):  # built for the same torch
             with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(name).partition("+")[0]
-                pins.append(f"'{name}=={version}'")
+                pins.append(f"'{name}=={version}{local}'")
         raise BuildError(
             f"ascend-emulator: torch {release} is a CUDA build, beside which torch-npu aborts;"
             " torch's CPU build is supported; fix: pip install --force-reinstall --no-deps"

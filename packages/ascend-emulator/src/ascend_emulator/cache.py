@@ -50,8 +50,8 @@ def root() -> Path:
 
 
 def _refuse_foreign(path: Path, *, above: bool = False) -> None:
-    """Refuse a file or directory that another user can change. `above`: a directory above the
-    cache's."""
+    """Refuse a file or directory that another user can change. `above`: a directory above that
+    of the cache."""
     status = path.lstat()
     problem = ""
     # The owner of / can replace every program; in a user namespace it is not 0.
@@ -73,7 +73,7 @@ def _refuse_foreign(path: Path, *, above: bool = False) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is root's, or that of this user only: with the user's number, and without
+    """Whether a group belongs to root or to this user only: with the user's number, and without
     members."""
     try:
         return group == 0 or (group == os.geteuid() and not grp.getgrgid(group).gr_mem)

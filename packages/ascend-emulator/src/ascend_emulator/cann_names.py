@@ -114,7 +114,7 @@ def graph_engine_names() -> list[str]:
 
 
 def has_two_functions(name: str) -> bool:
-    """Whether a name is an operator's: GetWorkspaceSize and the launch."""
+    """Whether a name belongs to an operator, with GetWorkspaceSize and the launch."""
     others = ("aclnnInit", "aclnnFinalize", "aclnnSetPytorchRandom")
     return name.startswith(OPERATORS) and name not in others
 

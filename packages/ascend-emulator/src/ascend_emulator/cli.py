@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"ascend-emulator {verify.emulator_version()}"
     )
-    commands = parser.add_subparsers(dest="action", required=True)
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def add(name: str, description: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=description, description=description)

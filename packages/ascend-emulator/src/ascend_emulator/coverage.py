@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Coverage: the state of every name that the installed torch_npu can look up: computed,
-bookkeeping, or refuses."""
+"""State of every name that the installed torch_npu can look up: computed, bookkeeping, or
+refuses."""
 
 from __future__ import annotations
 

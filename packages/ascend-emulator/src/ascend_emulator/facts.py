@@ -30,7 +30,13 @@ DTYPES = {
     "complex128": 10,
     "bool": 11,
     "bfloat16": 15,
+    "float4_e1m2fn_x2": 20,  # Bits4x2 (csrc/operator/tensor.cpp)
+    "hifloat8": 21,  # Bits8
+    "float8_e5m2": 23,
+    "float8_e4m3fn": 24,
     "uint64": 29,
+    "float8_e8m0fnu": 44,
+    "float4_e2m1fn_x2": 45,
 }
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 

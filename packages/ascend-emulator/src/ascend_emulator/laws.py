@@ -1,99 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Laws of modelled times, from ``laws.toml``, and their correction by a report of an NPU."""
+"""Laws of modelled times, from ``fitted_laws.toml`` and ``laws.toml``, and their correction by a
+report of an NPU."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from ascend_emulator import law as fitted_laws
 from ascend_emulator import toml
 from ascend_emulator.chips import Chip
+from ascend_emulator.law import CollectiveLaw, Law, Observation
 
-FULL_ROWS = 256
-"""Rows at which an operator's start is longest."""
 SAMPLING = ("sort", "argmax", "softmax", "top-k")
 """The parts of "sampling", which a report has together."""
 
 
-@dataclass(frozen=True)
-class Law:
-    """Time of an operator: its start, and the longer of moving its bytes and its operations.
-
-    ``bandwidth`` and ``rate`` are fractions of the chip's figures.
-    """
-
-    start_us: float
-    rows_us: float = 0.0
-    bandwidth: float = 1.0
-    rate: float = 1.0
-
-    def seconds(self, chip: Chip, moved: float, work: float = 0.0, rows: float = 1.0) -> float:
-        """Time of a launch that moves and computes this much."""
-        start = self.start_us + self.rows_us * min(rows / FULL_ROWS, 1.0)
-        return start / 1e6 + max(self._moving(chip, moved), self._working(chip, work))
-
-    def _moving(self, chip: Chip, moved: float) -> float:
-        return moved / (self.bandwidth * chip.bandwidth)
-
-    def _working(self, chip: Chip, work: float) -> float:
-        return work / (self.rate * chip.cube_flops)
-
-    def corrected(self, chip: Chip, launches: list[tuple[float, ...]]) -> Law:
-        """The law with the median factors of launches (bytes, operations, rows, microseconds): one
-        of starts and bandwidth, from those bound by memory, and one of the rate."""
-        factors: dict[bool, list[float]] = {False: [], True: []}
-        for moved, work, rows, microseconds in launches:
-            bound = self._working(chip, work) > self._moving(chip, moved)
-            factors[bound].append(microseconds / 1e6 / self.seconds(chip, moved, work, rows))
-        slower, busier = (median(factors[bound] or [1.0]) for bound in (False, True))
-        return Law(
-            self.start_us * slower,
-            self.rows_us * slower,
-            self.bandwidth / slower,
-            self.rate / busier,
-        )
-
-
-@dataclass(frozen=True)
-class CollectiveLaw:
-    """Time of a collective: a start, more for each rank, and the bytes that a rank sends, with a
-    step where HCCL changes its protocol."""
-
-    start_us: float
-    rank_us: float = 0.0
-    step_us: float = 0.0
-    step_bytes: float = 0.0
-    bandwidth: float = 1.0
-
-
 @cache
-def _table() -> dict[str, Any]:
-    return toml.loads((Path(__file__).parent / "laws.toml").read_text())
+def _table(name: str = "laws") -> dict[str, Any]:
+    return toml.loads((Path(__file__).parent / f"{name}.toml").read_text())
 
 
 def laws() -> dict[str, Law]:
     """The laws of operators by name."""
-    return {name: Law(**law) for name, law in (_table()["laws"] | _table()["assumed"]).items()}
+    assumed = {name: Law(**constants) for name, constants in _table()["assumed"].items()}
+    return fitted_laws.operators(_table("fitted_laws")) | assumed
 
 
 def collectives() -> dict[str, CollectiveLaw]:
     """The laws of collectives by name."""
-    return {name: CollectiveLaw(**law) for name, law in _table()["collectives"].items()}
+    return fitted_laws.collectives(_table("fitted_laws"))
 
 
 def description(chip: Chip, known: Mapping[str, Law]) -> str:
     """The laws and the operators of each as the library reads them (csrc/core/laws.cpp): words, a
     line for each."""
-    lines = [("law", name, *dataclasses.astuple(law)) for name, law in known.items()]
+    lines: list[tuple[Any, ...]] = [
+        ("law", name, each.start_us, each.rows_us, each.bandwidth, each.rate)
+        for name, each in known.items()
+    ]
     lines += [
-        ("collective", name, *dataclasses.astuple(law)) for name, law in collectives().items()
+        (
+            "collective",
+            name,
+            each.start_us,
+            each.rank_us,
+            each.step_us,
+            each.step_bytes,
+            each.bandwidth,
+        )
+        for name, each in collectives().items()
     ]
     for entry in _table()["ai_cpu"]:
         if chip.name.startswith(tuple(entry["chips"])):
@@ -108,19 +69,19 @@ def description(chip: Chip, known: Mapping[str, Law]) -> str:
 
 
 def measured(chip: Chip, records: Mapping[str, Any]) -> dict[str, Law]:
-    """The laws with the times of a report's records, where it has them."""
+    """The laws, with the times in a report's records."""
     seen = defaultdict(list)
-    for law, *launch in _launches(records):
-        seen[law].append(tuple(launch))
+    for name, moved, work, rows, microseconds in _launches(records):
+        seen[name].append(Observation(moved, work, rows, microseconds / 1e6))
     fitted = laws()
     known = {
-        name: law.corrected(chip, seen[name]) if name in seen else law
-        for name, law in fitted.items()
+        name: each.corrected(chip, seen[name], each.origin) if name in seen else each
+        for name, each in fitted.items()
     }
     faster = known["sampling"].bandwidth / fitted["sampling"].bandwidth
     for name in SAMPLING:
-        law = known[name]
-        known[name] = dataclasses.replace(law, bandwidth=law.bandwidth * faster)
+        each = known[name]
+        known[name] = dataclasses.replace(each, bandwidth=each.bandwidth * faster)
     return known
 
 

@@ -73,7 +73,7 @@ class Operator:
     """An operator in Python.
 
     Attributes:
-        name: its aclnn name, which is the function's.
+        name: its aclnn name, which is also the name of the function.
         where: module, or path of a Python file.
         parameters: names and keys of TYPES.
     """

@@ -21,7 +21,7 @@ from ascend_emulator.facts import DTYPES
 
 SOURCES = Path(__file__).parent / "csrc"
 DOCUMENT = "torch_npu 2.13"
-BASES = ("documented", "seen on hardware", "inferred")
+BASES = ("documented", "seen on hardware", "used by another project", "inferred")
 FAMILIES = ("Ascend910A", "Ascend310P", "Ascend910B", "Ascend910_93", "Ascend950")
 SUBJECT = r"(\w+)(?:\.(dtype|rank|elements|shape|size\((-?\d+)\)))?"
 PREDICATES = {

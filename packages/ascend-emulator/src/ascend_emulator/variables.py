@@ -46,7 +46,7 @@ def problem(name: str, value: str) -> str:
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Check the names of the emulator's variables, and values that are no names of CANN's.
+    """Check the names of the emulator's variables, and values that are no names of CANN.
 
     Raises:
         ValueError: a variable is unknown, or has an unsupported value.

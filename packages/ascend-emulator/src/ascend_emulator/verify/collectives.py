@@ -174,7 +174,7 @@ def _repeat(work: Callable[[], Any]) -> None:
 
 
 def _by_size(sizes: tuple[int, ...]) -> Facts:
-    """Times of collectives by the bytes of a rank's tensor; of each the slowest rank's."""
+    """Times of collectives by the bytes of a rank's tensor; each of the slowest rank."""
     from ascend_emulator.verify.operators import rounded
     from ascend_emulator.verify.timings import ENOUGH, median_seconds
 

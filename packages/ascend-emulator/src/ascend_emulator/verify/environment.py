@@ -49,12 +49,12 @@ def _cann() -> str:
 
 
 def emulated() -> bool:
-    """Whether the NPU is the emulator's."""
+    """Whether the NPU is emulated."""
     return "libascend_emulator.so" in Path("/proc/self/maps").read_text()
 
 
 def clock() -> str:
-    """Clock of this process's times: measured, emulated (a CPU's) or modelled."""
+    """Clock of this process's times: measured, emulated (by a CPU) or modelled."""
     if not emulated():
         return "measured"
     return os.environ.get("ASCEND_EMULATOR_TIME") or "emulated"

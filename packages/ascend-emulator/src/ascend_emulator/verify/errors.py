@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Errors as a report has them: their codes and one sentence, without paths, addresses, host names
+"""Errors in a report: their codes and one sentence, without paths, addresses, host names
 or numbers of processes."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
 UNIT = "law, bytes, operations, rows, microseconds (median)"
 COLD = 512 << 20
-"""Bytes that a run reads, so that the second-level cache does not have them from the one before."""
+"""Bytes that a run reads, more than the second-level cache keeps from the run before."""
 LAYERS = 40
 
 
@@ -31,7 +31,7 @@ class Launch:
     """A launch to time.
 
     Attributes:
-        law: name of its law in ``ascend_platform/cli/plan/laws.py``.
+        law: name of its law in ``ascend_cli/plan/laws.toml``.
         moved: bytes by that law.
         work: operations by that law.
         rows: rows by that law.

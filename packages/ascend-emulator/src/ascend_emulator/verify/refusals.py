@@ -30,7 +30,7 @@ def call(name: str, *arguments: Any) -> None:
 
     Raises:
         StatusError: it returned a status other than 0.
-        AttributeError: this CANN does not have it.
+        AttributeError: this CANN lacks the function.
     """
     sizes = [
         ctypes.c_void_p(each) if isinstance(each, int) and each > 1 << 31 else each

@@ -27,11 +27,11 @@ class Case:
 
     Attributes:
         section: ``operators`` or ``refusals``.
-        name: unique name: the group's, and the values of ``over``.
+        name: unique name, of the group and the values of ``over``.
         call: Python expression of the inputs.
         inputs: input's name to specification (``inputs.make``).
-        reference: expression of the same inputs in float64; empty: ``call``; ``none``: PyTorch does
-            not define the result.
+        reference: expression of the same inputs in float64. If empty, it is ``call``; ``none``
+            means that PyTorch does not define the result.
         before: statement that runs first.
         ulps: tolerance in units in the last place of the result's dtype, relative to 1 + the
             reference's magnitude.

@@ -30,12 +30,14 @@ int refuse(const char* name) {
   const char* soc = std::getenv("ASCEND_EMULATOR_SOC");
   const bool is_aclnn = std::strncmp(name, "aclnn", 5) == 0;
   const int status = fail(kUnsupported,
-      lacking(name) ? text(name, " is not an operator of ", soc ? soc : "this chip",
-                          ", by torch_npu's documentation.")
-                    : text(name, " is not emulated; `ascend-emulator coverage` lists what is",
-                          is_aclnn ? "; fix: say what it computes, in a file of Python or C++ that "
-                                     "ASCEND_EMULATOR_OPERATORS names (docs/custom-operators.md)"
-                                   : ""));
+      lacking(name)
+          ? text(name, " is not an operator of ", soc ? soc : "this chip",
+                ", by torch_npu's documentation.")
+          : text(name, " is not emulated; `ascend-emulator coverage` lists what is",
+                is_aclnn
+                    ? "; fix: say what it computes, in a file of Python or C++ that "
+                      "ASCEND_EMULATOR_OPERATORS names (docs/emulator.md#operators-of-your-own)"
+                    : ""));
   return is_aclnn || of_atb(name) ? operator_done(name, status) : status;
 }
 

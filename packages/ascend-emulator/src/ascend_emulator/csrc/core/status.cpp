@@ -47,6 +47,12 @@ const char* cann_name(c10::ScalarType type) {
     case c10::ScalarType::ComplexHalf: return "DT_COMPLEX32";
     case c10::ScalarType::ComplexFloat: return "DT_COMPLEX64";
     case c10::ScalarType::ComplexDouble: return "DT_COMPLEX128";
+    case c10::ScalarType::Bits8: return "DT_HIFLOAT8";
+    case c10::ScalarType::Float8_e5m2: return "DT_FLOAT8_E5M2";
+    case c10::ScalarType::Float8_e4m3fn: return "DT_FLOAT8_E4M3FN";
+    case c10::ScalarType::Float8_e8m0fnu: return "DT_FLOAT8_E8M0";
+    case c10::ScalarType::Float4_e2m1fn_x2: return "DT_FLOAT4_E2M1";
+    case c10::ScalarType::Bits4x2: return "DT_FLOAT4_E1M2";
     default: return nullptr;
   }
 }

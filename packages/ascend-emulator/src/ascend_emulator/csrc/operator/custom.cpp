@@ -24,7 +24,8 @@ using Python = int (*)(const char* function, const char* values,
 std::atomic<Python> python{nullptr};
 
 int32_t acl_type(at::ScalarType type) {
-  for (const int32_t code : {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 16, 17, 27, 33, 35, 36})
+  for (const int32_t code :
+      {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 16, 17, 27, 33, 34, 35, 36, 37, 40, 41})
     if (to_scalar_type(code) == type) return code;
   raise(kOpParam, {"dtype ", type, " has no aclDataType"});
 }

@@ -22,9 +22,12 @@ void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last,
     const auto refused = [&](const auto&... why) {
       raise(kOpParam, {nth(parameters, position), " is ", found, "; ", why...});
     };
-    // Each page of torch_npu's documentation with float8 lists it only for Ascend950.
-    if (c10::isFloat8Type(found) && !is_chip("Ascend950"))
-      refused(chip().name, " does not compute in float8; use uint8 views");
+    // Each page of torch_npu's documentation with float8, HiF8 or float4 lists it only for
+    // Ascend950.
+    const bool narrow =
+        c10::isFloat8Type(found) || c10::isBitsType(found) || found == at::kFloat4_e2m1fn_x2;
+    if (narrow && !is_chip("Ascend950"))
+      refused(chip().name, " does not compute in float8, HiF8 or float4; use uint8 views");
     if (found == at::kBFloat16 && !chip().bfloat16)
       refused(chip().name, " does not compute in bfloat16; use float16");
     if (allowed && !(allowed & bit(found))) {

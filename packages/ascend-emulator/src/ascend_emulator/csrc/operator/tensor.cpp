@@ -34,8 +34,12 @@ at::ScalarType to_scalar_type(int32_t acl_type) {
     case 17: return at::kComplexDouble;
     case 27: return at::kBFloat16;
     case 33: return at::kComplexHalf;
+    case 34: return at::kBits8;  // HiF8, which PyTorch does not have
     case 35: return at::kFloat8_e5m2;
     case 36: return at::kFloat8_e4m3fn;
+    case 37: return at::kFloat8_e8m0fnu;
+    case 40: return at::kFloat4_e2m1fn_x2;
+    case 41: return at::kBits4x2;  // e1m2, two in a byte
   }
   raise(kOpParam, {"aclDataType ", acl_type, " is not emulated"}, /*own=*/true);
 }
@@ -67,6 +71,33 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
     default: raise(kOpParam, {"a scalar of dtype ", type, " is not emulated"}, /*own=*/true);
   }
 }
+
+// Sizes and strides in bytes of a tensor whose elements have four bits: torch_npu gives those of
+// the elements (CollectB4ShapeInfo of op-plugin's op_api_common.cpp), of which two in the
+// contiguous dimension are a byte.
+struct Bytes {
+  std::vector<int64_t> sizes, strides;
+
+  Bytes(at::IntArrayRef given, at::IntArrayRef steps, int64_t offset, bool fractal)
+      : sizes(given.vec()), strides(steps.vec()) {
+    require_emulated(!fractal, "a tensor of four-bit values in FRACTAL_NZ is not emulated");
+    require_emulated(offset == 0, "a tensor of four-bit values at offset ", offset,
+        " of its storage is not emulated: torch_npu counts bytes there");
+    require(!sizes.empty(), "a tensor of four-bit values has no dimensions");
+    const size_t last = sizes.size() - 1;
+    const auto fits = [&](size_t dim) {
+      for (size_t i = 0; i < strides.size(); ++i)
+        if (i != dim && sizes[i] > 1 && strides[i] % 2) return false;
+      return strides[dim] == 1 && sizes[dim] % 2 == 0;
+    };
+    const size_t packed = last && !fits(last) ? last - 1 : last;
+    require(fits(packed), "a tensor of four-bit values has shape ", given, " and strides ", steps,
+        "; the last or last but one dimension must be contiguous and even");
+    sizes[packed] /= 2;
+    for (size_t i = 0; i < strides.size(); ++i)
+      if (i != packed) strides[i] = std::max<int64_t>(strides[i] / 2, 1);
+  }
+};
 
 template <class Make> auto created(const char* name, Make&& make) -> decltype(make()) {
   decltype(make()) object = nullptr;
@@ -195,7 +226,12 @@ CREATE(aclTensor, aclCreateTensor,
       // tensors do not allow.
       c10::InferenceMode off(false);
       const auto dtype = emu::to_scalar_type(type);
-      const auto sizes = at::IntArrayRef(dims, rank);
+      auto sizes = at::IntArrayRef(dims, rank), steps = at::IntArrayRef(strides, rank);
+      std::optional<emu::Bytes> bytes;
+      if (dtype == at::kFloat4_e2m1fn_x2 || dtype == at::kBits4x2) {
+        bytes.emplace(sizes, steps, offset, format == emu::kFractalNZ);
+        sizes = bytes->sizes, steps = bytes->strides;
+      }
       // "cannot be larger than 8 dimensions": reason of 1191 cases that hardware refuses, in every
       // operator and dtype (ci-test of Ascend/pytorch, disabled_testcases.json).
       emu::require(
@@ -207,7 +243,7 @@ CREATE(aclTensor, aclCreateTensor,
       const bool words = fractal && offset == 0 && rank == storage_rank &&
                          sizes.back() < stored.back() &&
                          sizes.slice(0, rank - 1) == stored.slice(0, rank - 1) &&
-                         c10::contiguous_strides(sizes) == at::IntArrayRef(strides, rank);
+                         c10::contiguous_strides(sizes) == steps;
       if (words) stored = sizes;
       emu::require(
           !fractal || storage_rank >= 4, "a tensor in FRACTAL_NZ has the storage ", stored);
@@ -216,7 +252,7 @@ CREATE(aclTensor, aclCreateTensor,
       if (data) {
         const auto item = static_cast<int64_t>(c10::elementSize(dtype));
         int64_t last = 0;  // offset of the last element
-        for (uint64_t i = 0; i < rank; ++i) last += (dims[i] - 1) * strides[i];
+        for (uint64_t i = 0; i < rank; ++i) last += (sizes[i] - 1) * steps[i];
         if (fractal) last = c10::multiply_integers(stored) - 1;
         const bool empty = c10::multiply_integers(sizes) == 0;
         emu::Place place{static_cast<char*>(data) + (fractal ? 0 : offset * item), emu::kNoNpu};
@@ -236,8 +272,7 @@ CREATE(aclTensor, aclCreateTensor,
           " has no memory");
       auto tensor = std::make_unique<aclTensor>();
       // This storage cannot be resized, so results are always written to the caller's memory.
-      tensor->value = at::from_blob(
-          base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
+      tensor->value = at::from_blob(base, sizes, steps, at::TensorOptions().dtype(dtype));
       if (fractal) {
         tensor->storage = at::from_blob(base, stored, at::TensorOptions().dtype(dtype));
         tensor->offset = offset;

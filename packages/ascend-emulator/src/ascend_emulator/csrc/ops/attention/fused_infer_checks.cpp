@@ -153,7 +153,7 @@ void FusedInfer::check_heads() const {
 
 // op-plugin's page of npu_fused_infer_attention_score_v2 has 64, 128, and 192 with values of 128
 // for multi-head attention; the text and the values of 192 are those of hardware (vllm-ascend,
-// issue 4020 and pull request 9632). Grouped queries of other sizes: docs/emulator-strictness.md,
+// issue 4020 and pull request 9632). Grouped queries of other sizes: docs/emulator-behaviour.md,
 // "Reviewed and kept".
 void FusedInfer::check_packed_heads() const {
   require(width <= 256, "the head size is ", width, " in layout ", layout,

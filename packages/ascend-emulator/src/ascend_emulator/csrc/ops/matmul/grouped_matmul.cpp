@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-#include "grouped_matmul.h"
+#include "grouped_call.h"
+
+#include "grouped_float_product.h"
+
+#include "grouped_float_product.h"
 
 using namespace emu;
 using namespace emu::grouped;
@@ -8,6 +12,16 @@ using namespace emu::grouped;
 namespace {
 
 Computation grouped_matmul(const Grouped& call) {
+  if (!call.x.empty() && !call.weight.empty() && is_low_precision(call.x[0])) {
+    const FloatGroups groups{call};
+    groups.check();
+    return [=] { groups.run(); };
+  }
+  if (!call.x.empty() && !call.weight.empty() && is_low_precision(call.x[0])) {
+    const FloatGroups groups{call};
+    groups.check();
+    return [=] { groups.run(); };
+  }
   call.check_arguments();
   call.check_sizes();
   rule("grouped_matmul.parameters", [&] { call.check_parameters(); });

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Grouped matmuls with what follows them: finalizing the routing of experts, and SwiGLU with
 // quantization.
-#include "grouped_matmul.h"
+#include "grouped_call.h"
 
 using namespace emu;
 using namespace emu::grouped;

@@ -4,6 +4,7 @@
 // npu_quant_matmul, npu_weight_quant_batchmatmul and npu_batch_gather_matmul
 // (torch_npu/_op_plugin_docs.py, BSD), their shape functions
 // (op_plugin/meta/_meta_registrations.py), op-plugin's tests.
+#include "float_product.h"
 #include "ops/quantization/quantized.h"
 
 using namespace emu;
@@ -101,11 +102,17 @@ template <class Matrix> struct QuantMatmul {
       transpose_x2, group_size, out)
 
   Computation computation() const {
-    require(absent(y_scale), "y_scale is for float8, on Ascend950; None is allowed");
+    require_emulated(absent(y_scale), "y_scale is not emulated");
     require_emulated(!transpose_x1 && !transpose_x2,
         "transposing flags are not emulated; torch_npu passes transposed views");
     bool in_nz = false;
     if constexpr (std::is_same_v<Matrix, Weight>) in_nz = x2.storage.defined();
+    if (is_low_precision(x1)) {
+      const FloatProduct product{x1, x2, scale, pertoken, bias, group_size >> 32, out};
+      product.check();
+      require(absent(offset), "offset is given; of float8, HiF8 and float4 None is allowed");
+      return [=] { product.run(); };
+    }
     const Quantized product{x1, x2, scale, offset, pertoken, bias, y_offset, out, in_nz};
     product.check_arguments();
     return [=] { product.run(); };

@@ -5,6 +5,7 @@
 // npu_kronecker_quant (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape
 // function and test; of aclnnFlatQuant Huawei's API reference.
 #include "ops/upcast.h"
+#include "low_precision.h"
 #include "quantized.h"
 
 using namespace emu;
@@ -92,6 +93,7 @@ CHECKED(aclnnDynamicQuantV2,
         } else if (smooth) {
           values = values * smooth->to(at::kFloat);
         }
+        if (is_low_precision(out)) return quantize_along(values, {-1}, 0, out, scale);
         const auto rounded = out.view({values.size(0), -1});
         if (!offset_out) return quantize_rows(values, rounded, scale, four_bits);
         const auto most = values.amax(-1, true), least = values.amin(-1, true);
@@ -102,6 +104,30 @@ CHECKED(aclnnDynamicQuantV2,
         // Zeros for a row of one value, whose step is 0.
         store_rounded((values / step + offset).nan_to_num(0.0), rounded, four_bits);
       };
+    })
+// One scale of each row, of each column of a matrix, or of all values.
+CHECKED(aclnnDynamicQuantV4,
+    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t type, bool symmetric, Text mode,
+        float dst_type_max, Tensor out, Tensor scale, Opt<Tensor> offset_out),
+    {
+      if (mode == "pertoken" && dst_type_max == 0)
+        return body_aclnnDynamicQuantV2(x, smooth, group_index, type, out, scale, offset_out);
+      require_emulated(symmetric && !group_index && out.scalar_type() != at::kInt, "quant_mode ",
+          mode, " with an offset, group_index or int4 is not emulated");
+      const auto dims = mode == "pertoken" ? Ints{-1} : mode == "perchannel" ? Ints{-2} : Ints{};
+      COMPUTE {
+        if (x.numel() == 0) return;
+        auto values = x.to(at::kFloat);
+        if (smooth) values = values * smooth->to(at::kFloat);
+        quantize_along(values, dims, dst_type_max, out, scale);
+      };
+    })
+CHECKED(aclnnDynamicQuantV3,
+    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t type, bool symmetric, Text mode,
+        Tensor out, Tensor scale, Opt<Tensor> offset_out),
+    {
+      return body_aclnnDynamicQuantV4(
+          x, smooth, group_index, type, symmetric, mode, 0, out, scale, offset_out);
     })
 CHECKED(aclnnDynamicQuant, (Tensor x, Opt<Tensor> smooth, Tensor out, Tensor scale),
     { return body_aclnnDynamicQuantV2(x, smooth, {}, 0, out, scale, {}); })

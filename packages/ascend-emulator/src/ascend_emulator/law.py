@@ -1,0 +1,1 @@
+../../../ascend-cli/src/ascend_cli/plan/law.py
