@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import launcher
+from harness.engines import launcher
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -57,11 +57,11 @@ def both(processor: LogitsProcessor, head: ParallelLMHead, rows: torch.Tensor) -
     """Tokens from all logits, and from each rank's part."""
     from ascend_platform.sampling.local_argmax import LocalArgmax
 
-    found = LocalArgmax([processor])
+    results = LocalArgmax([processor])
 
     def run(is_local: bool) -> torch.Tensor:
-        with found.step(lambda: is_local):
-            return found.argmax(processor(head, rows).float())
+        with results.step(lambda: is_local):
+            return results.argmax(processor(head, rows).float())
 
     result: dict[str, Any] = {}
     for name, is_local in (("all", False), ("local", True)):
@@ -72,7 +72,7 @@ def both(processor: LogitsProcessor, head: ParallelLMHead, rows: torch.Tensor) -
 
 
 def modelled(run: Any) -> list[Any]:
-    from harness import trace
+    from harness.engines import trace
 
     before = len(trace.events())
     run().cpu()
@@ -83,5 +83,5 @@ def modelled(run: Any) -> list[Any]:
 
 if __name__ == "__main__":
     ranks, *sizes = map(int, sys.argv[1:])
-    found = launcher.run_ranks("argmax_ranks.py", ranks, partial(play, ranks, *sizes))
-    print("RESULT", json.dumps({"name": "argmax", "ranks": found}))
+    results = launcher.run_ranks("argmax_ranks.py", ranks, partial(play, ranks, *sizes))
+    print("RESULT", json.dumps({"name": "argmax", "ranks": results}))

@@ -4,11 +4,11 @@
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 from ascend_platform import extension, host
 from harness.models import small as small_models
+from harness.project.distributions import write_cuda_torch
 
 
 @pytest.fixture
@@ -39,18 +39,7 @@ def model(tmp_path):
 def cuda_torch(tmp_path):
     """A directory for PYTHONPATH with this environment's torch and, in its lib, the library that
     only torch's CUDA build has."""
-    import torch
-
-    here = Path(torch.__file__).parent
-    there = tmp_path / "torch"
-    for directory, names in ((here, there), (here / "lib", there / "lib")):
-        names.mkdir()
-        for entry in directory.iterdir():
-            if entry.name != "lib":
-                (names / entry.name).symlink_to(entry)
-    (there / "lib" / "libc10_cuda.so").write_bytes(
-        (here / "lib" / "libc10.so").read_bytes() + b"pinned_reserve_segment_size_mb"
-    )
+    write_cuda_torch(tmp_path)
     return tmp_path
 
 

@@ -18,24 +18,24 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import slots
 from ascend_platform.worker import virtual_memory
 from ascend_platform.worker.worker import NPUWorker
-from harness import launcher
+from harness.engines import launcher
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
 RANKS = 4
-told: list[bool] = []
+calls: list[bool] = []
 refusing = []
 
 
 def awake(state: bool) -> None:
-    told.append(state)
+    calls.append(state)
     if refusing and not state:
         raise RefusedError("the KV cache is still being read")
 
 
 def attempt(function: Callable[..., None], *arguments: Any) -> str:
-    """Message of the function's exception; ``told`` is emptied."""
-    told.clear()
+    """Message of the function's exception; ``calls`` is emptied."""
+    calls.clear()
     try:
         function(*arguments)
     except Exception as error:
@@ -47,7 +47,7 @@ def sleep(worker: NPUWorker, weights: torch.Tensor) -> dict[str, Any]:
     raised = attempt(worker.sleep, 1)
     state = worker.sleep_mode_backend.state()
     worker.wake_up()
-    return {"raised": raised, "state": state, "told": told[:2], "weights": weights.sum().item()}
+    return {"raised": raised, "state": state, "told": calls[:2], "weights": weights.sum().item()}
 
 
 def wake_up(worker: NPUWorker, weights: torch.Tensor, fails: bool) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def wake_up(worker: NPUWorker, weights: torch.Tensor, fails: bool) -> dict[str, 
     virtual_memory._call = without_memory if fails else call
     raised = attempt(worker.wake_up)
     virtual_memory._call = call
-    state, early = worker.sleep_mode_backend.state(), [*told]
+    state, early = worker.sleep_mode_backend.state(), [*calls]
     worker.wake_up()
     return {"raised": raised, "state": state, "told": early, "weights": weights.sum().item()}
 
@@ -93,5 +93,5 @@ def play(rank: int, port: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = launcher.run_ranks("sleeping_ranks.py", RANKS, play)
-    print("RESULT", json.dumps({"name": "sleep", "ranks": found}))
+    results = launcher.run_ranks("sleeping_ranks.py", RANKS, play)
+    print("RESULT", json.dumps({"name": "sleep", "ranks": results}))

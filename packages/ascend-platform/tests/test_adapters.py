@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_platform.ops import lora_layers
+from ascend_platform.lora import layers
 from harness.models import small as small_models
 from safetensors.torch import save_file
 from vllm.config import (
@@ -126,32 +126,32 @@ def manager(directory: Path, targets: list[str] | None, create: Any = None, **op
         model_config=model, lora_config=lora, scheduler_config=SchedulerConfig.default_factory()
     )
     with set_current_vllm_config(config):
-        made = LRUCacheWorkerLoRAManager(config, torch.device("npu"), {})
-        made.create_lora_manager(create() if create else Model().npu(), config)
-    lora_layers.install(made)
-    return made
+        lora_manager = LRUCacheWorkerLoRAManager(config, torch.device("npu"), {})
+        lora_manager.create_lora_manager(create() if create else Model().npu(), config)
+    layers.install(lora_manager)
+    return lora_manager
 
 
 @pytest.mark.parametrize("name", ["kv_b_proj", "mixer", "conv1d"])
 def test_adapters_that_would_be_left_out_are_refused(name: str, tmp_path: Path) -> None:
     """vLLM would apply the rest of such an adapter and say nothing."""
-    made = manager(tmp_path, None)
+    loaded = manager(tmp_path, None)
     first = adapter(tmp_path, 1, "o_proj")
-    assert made.add_adapter(first)
+    assert loaded.add_adapter(first)
     with pytest.raises(
         ValueError,
         match=rf"{name}-o_proj in .* adapts layers\.1\.{name}, .*; fix: .* without {name}",
     ) as refused:
-        made.add_adapter(adapter(tmp_path, 2, name, "o_proj"))
+        loaded.add_adapter(adapter(tmp_path, 2, name, "o_proj"))
     assert "\n" not in str(refused.value)
-    assert made.list_adapters() == {1}
+    assert loaded.list_adapters() == {1}
 
 
 @pytest.mark.parametrize("kind", ["pooling", "text"])
 def test_other_names_of_a_layer_are_refused(kind: str, tmp_path: Path) -> None:
     """Those that vLLM finds in adapters of pooling models, and of the text of a multimodal one."""
-    made = manager(tmp_path, None, lambda: Outer().npu())
-    known = made._adapter_manager
+    loaded = manager(tmp_path, None, lambda: Outer().npu())
+    known = loaded._adapter_manager
     if kind == "pooling":
         known.is_pooling_model = True
     elif hasattr(known, "_get_text_lora_names"):
@@ -159,16 +159,16 @@ def test_other_names_of_a_layer_are_refused(kind: str, tmp_path: Path) -> None:
         known.mm_mapping = MultiModelKeys.from_string_field(language_model="model")
     else:
         pytest.skip("vLLM finds them from 0.33 on")
-    lora_layers.install(made)
+    layers.install(loaded)
     with pytest.raises(ValueError, match=r"adapts layers\.1\.kv_b_proj, which latent attention"):
-        made.add_adapter(adapter(tmp_path, 2, "kv_b_proj", "o_proj"))
-    assert made.list_adapters() == set()
+        loaded.add_adapter(adapter(tmp_path, 2, "kv_b_proj", "o_proj"))
+    assert loaded.list_adapters() == set()
 
 
 def test_adapters_of_kv_b_proj_are_loaded_without_it_on_request(tmp_path: Path) -> None:
-    made = manager(tmp_path, ["o_proj"])
-    assert made.add_adapter(adapter(tmp_path, 2, "kv_b_proj", "o_proj"))
-    assert made.list_adapters() == {2}
+    loaded = manager(tmp_path, ["o_proj"])
+    assert loaded.add_adapter(adapter(tmp_path, 2, "kv_b_proj", "o_proj"))
+    assert loaded.list_adapters() == {2}
 
 
 def test_layer_has_its_adapters_under_each_name(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ class Mamba(torch.nn.Module, SupportsLoRA):
 
 
 def test_mamba_inner_projections_have_their_tokens_adapters(tmp_path: Path) -> None:
-    made = manager(tmp_path, None, lambda: Mamba().npu())
-    known = made._adapter_manager
+    loaded = manager(tmp_path, None, lambda: Mamba().npu())
+    known = loaded._adapter_manager
     mixer = known.model.mixer
     x_proj = mixer.x_proj
     weight, a, b = (torch.randn(shape, device="npu") for shape in ((12, 16), (8, 16), (12, 8)))
@@ -219,8 +219,8 @@ def test_mamba_inner_projections_have_their_tokens_adapters(tmp_path: Path) -> N
             for rows in filter(None, (prefills, decodes)):
                 x = torch.randn(len(rows), 16, device="npu")
                 exact = x @ weight.T + (x @ a.T @ b.T) * torch.tensor(rows, device="npu")[:, None]
-                found = torch.cat(mixer._ssm_transform(x)[1:], 1)
-                torch.testing.assert_close(found, exact[:, 4:], rtol=1e-4, atol=1e-4)
+                actual = torch.cat(mixer._ssm_transform(x)[1:], 1)
+                torch.testing.assert_close(actual, exact[:, 4:], rtol=1e-4, atol=1e-4)
 
     for _ in range(2):
         check([1, 0], [0, 1, 1])
@@ -271,11 +271,13 @@ def test_adapters_are_sharded_as_their_layers(
                 shards[name] = layer.weight.data.clone()
         return model
 
-    made = manager(tmp_path, None, create, fully_sharded_loras=is_fully_sharded)
-    layers = {name: layer for name, layer in made._adapter_manager.modules.items() if name in whole}
+    loaded = manager(tmp_path, None, create, fully_sharded_loras=is_fully_sharded)
+    layers = {
+        name: layer for name, layer in loaded._adapter_manager.modules.items() if name in whole
+    }
     # vLLM has no form of it
     assert layers.keys() == whole.keys() - ({"groups.in_proj"} if is_fully_sharded else set())
     for name, layer in layers.items():
         layer.set_lora(0, torch.zeros(8, 8).npu(), whole[name])
-        found = torch.cat([b[0, 0] for b in layer.lora_b_stacked])
-        assert torch.equal(found, shards[name]), name
+        result = torch.cat([b[0, 0] for b in layer.lora_b_stacked])
+        assert torch.equal(result, shards[name]), name

@@ -10,7 +10,7 @@ from ascend_platform import extension, host
 from ascend_platform.attention.selector import BUILT_IN, describe_backend, select_backend
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import slots
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
@@ -110,8 +110,8 @@ def test_registered_attention_falls_back_to_the_built_in_one(monkeypatch, change
     model = SimpleNamespace(
         uses_alibi=asked.get("alibi", False), hf_text_config=text, architecture="LlamaForCausalLM"
     )
-    found, reason = select_backend(DENSE._replace(**change), model)
-    assert found == path
+    result, reason = select_backend(DENSE._replace(**change), model)
+    assert result == path
     assert reason.startswith(why)
 
 
@@ -176,7 +176,7 @@ def test_dtype_auto_is_one_of_the_chip(model, ascend310p):
 
 
 @pytest.mark.parametrize("slot", ["dense", "sinks", "encoder"])
-def test_built_in_attention_serves_on_a_chip_without_the_kernels(monkeypatch, ascend310p, slot):
+def test_built_in_attention_serves_chips_without_fused_kernels(monkeypatch, ascend310p, slot):
     pytest.importorskip("ascend_attention")
     monkeypatch.setattr(slots, "_offers", FUSED)
     change = {"dense": {}, "sinks": {"has_sink": True}, "encoder": {"attn_type": "encoder_only"}}[

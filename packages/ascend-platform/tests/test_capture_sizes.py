@@ -82,17 +82,19 @@ def test_groups_have_modes_of_their_own(
     assert capture_sizes.num_streams_here(100, config) == streams
 
 
-@pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
-def test_max_sizes_that_fit(most: int, each: int) -> None:
+@pytest.mark.parametrize(("expected", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])
+def test_max_sizes_that_fit(expected: int, each: int) -> None:
     def streams(sizes: list[int]) -> int:
         return each * capture_sizes.num_graphs(CUDAGraphMode.FULL_AND_PIECEWISE, sizes, 29, 256)
 
-    count = capture_sizes.max_sizes_that_fit(SIZES, most, streams)
+    count = capture_sizes.max_sizes_that_fit(SIZES, expected, streams)
     kept = capture_sizes.subsample_sizes(SIZES, count)
     assert len(set(kept)) == count
     assert (kept[0], kept[-1]) == (1, 512)
-    assert streams(kept) <= most
-    assert count == len(SIZES) or streams(capture_sizes.subsample_sizes(SIZES, count + 1)) > most
+    assert streams(kept) <= expected
+    assert (
+        count == len(SIZES) or streams(capture_sizes.subsample_sizes(SIZES, count + 1)) > expected
+    )
 
 
 def test_at_least_one_size() -> None:
@@ -148,29 +150,31 @@ def backend(support: AttentionCGSupport) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("stages", "another", "taken"), [(2, 0, "NEVER"), (2, 2, None), (2, 3, None), (1, 0, None)]
+    ("stages", "another", "supported"), [(2, 0, "NEVER"), (2, 2, None), (2, 3, None), (1, 0, None)]
 )
 def test_a_pipeline_stage_supports_what_the_others_do(
-    stages: int, another: int, taken: str | None, monkeypatch: pytest.MonkeyPatch
+    stages: int, another: int, supported: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage whose layers with states can be captured, beside one whose attention can
     or cannot."""
     asked: list[int] = []
     monkeypatch.setattr(capture_sizes, "get_pp_group", lambda: SimpleNamespace(world_size=stages))
     monkeypatch.setattr(
-        capture_sizes, "_min_over_ranks", lambda own: asked.append(own) or min(own, another)
+        capture_sizes,
+        "_min_over_ranks",
+        lambda stage_value: asked.append(stage_value) or min(stage_value, another),
     )
     backends: list[Any] = [
         [backend(AttentionCGSupport.UNIFORM_BATCH), backend(AttentionCGSupport.ALWAYS)],
         [],
     ]
     groups = [SimpleNamespace(kv_cache_spec=None)] * len(backends)
-    found = capture_sizes.support_of_other_stages(None, backends, groups)
+    result = capture_sizes.support_of_other_stages(None, backends, groups)
     assert asked == [AttentionCGSupport.UNIFORM_BATCH.value] * (stages - 1)
-    assert (found and found.get_builder_cls().get_cudagraph_support(None, None).name) == taken
+    assert (result and result.get_builder_cls().get_cudagraph_support(None, None).name) == supported
 
 
-def test_capture_disables_the_collector_and_keeps_frozen_objects() -> None:
+def test_capture_disables_garbage_collection_and_keeps_frozen_objects() -> None:
     script = """
 import gc
 from ascend_platform.graph.capture_sizes import freeze_gc
@@ -199,7 +203,7 @@ assert not gc.isenabled()
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_graph_outputs_are_kept_while_a_drafter_s_graph_runs() -> None:
+def test_graph_outputs_are_kept_while_the_drafter_graph_runs() -> None:
     """The first graph's output is freed when it has been captured, as vLLM's wrapper does, and
     another may take its memory."""
     given, pool, stream = (

@@ -25,9 +25,9 @@ from ascend_platform import chips, extension
     ],
 )
 def test_family_and_streams(chip: str, family: str, streams: int) -> None:
-    found = chips.family_of(chip)
-    assert (found.name, found.streams) == (family, streams)
-    assert extension.Chip(chip, 0, 0, 0).family is found
+    chip_family = chips.family_of(chip)
+    assert (chip_family.name, chip_family.streams) == (family, streams)
+    assert extension.Chip(chip, 0, 0, 0).family is chip_family
 
 
 def test_operators_that_only_atlas_a2_and_a3_have() -> None:
@@ -98,10 +98,3 @@ def test_emulated_chips_lack_what_the_table_says() -> None:
         missing = {name for name, called in names.items() if called in chip.lacks}
         assert missing <= set(family.lacks(*names))
         assert ("npu_sparse_flash_attention" in missing) != chip.bfloat16
-
-
-def test_figures_go_by_the_beginning_of_the_name() -> None:
-    assert chips.figures_of("Ascend910_9391") is chips.FIGURES["Ascend910_93"]
-    assert chips.figures_of("Ascend910B2C") is chips.FIGURES["Ascend910B2"]
-    assert chips.figures_of("Ascend910A") is None
-    assert all(chips.family_of(name) is not chips.UNKNOWN for name in chips.FIGURES)

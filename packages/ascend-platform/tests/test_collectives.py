@@ -46,5 +46,5 @@ def test_collectives_on_vector_cores_are_for_one_group(monkeypatch, log_lines, l
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     monkeypatch.setenv(collectives.STEP, "2000")
     collectives.prepare(ParallelConfig(**layout))
-    found = [text.split(":")[0] for _, text in log_lines if "HCCL" in text]
-    assert found == ([f"HCCL_OP_EXPANSION_MODE is AIV with {named}"] if named else [])
+    result = [text.split(":")[0] for _, text in log_lines if "HCCL" in text]
+    assert result == ([f"HCCL_OP_EXPANSION_MODE is AIV with {named}"] if named else [])

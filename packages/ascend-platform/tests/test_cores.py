@@ -58,7 +58,7 @@ def circumstances(number):
 
 
 def in_all_circumstances(machine, monkeypatch, number):
-    found = []
+    result = []
     for listing, visible, index in circumstances(number):
         monkeypatch.delenv(host.VISIBLE_NPUS, raising=False)
         if visible is not None:
@@ -66,18 +66,18 @@ def in_all_circumstances(machine, monkeypatch, number):
         places, obstacle = host.npu_places(machine, listing)
         assert obstacle == ""
         assert places[index].bus == BUSES[number][0]
-        found.append(cores.shared(CORES[BUSES[number][1]], places[index]))
-    return found
+        result.append(cores.shared(CORES[BUSES[number][1]], places[index]))
+    return result
 
 
 def test_npus_of_a_machine_have_different_cores(machine, monkeypatch):
     """Whatever a process sees of them; each pair, in each pair of circumstances."""
     shares = {number: in_all_circumstances(machine, monkeypatch, number) for number in BUSES}
-    for number, found in shares.items():
-        assert all(each == found[0] for each in found)
-        assert len(found[0]) == 12
-        assert set(found[0]) <= set(CORES[BUSES[number][1]])
-    every = [core for found in shares.values() for core in found[0]]
+    for number, share in shares.items():
+        assert all(each == share[0] for each in share)
+        assert len(share[0]) == 12
+        assert set(share[0]) <= set(CORES[BUSES[number][1]])
+    every = [core for share in shares.values() for core in share[0]]
     assert sorted(every) == list(range(96))
 
 
@@ -102,15 +102,15 @@ def test_launching_and_releasing_threads_have_a_core_each():
     """The main thread has one that no other of this process has, and threads that it starts are not
     bound to one."""
     names = {7: "VLLM::Worker_TP0", 11: "acl_thread", 8: "acl_thread", 9: "release_thread"}
-    others = {0, 1, 2}
-    expected = {7: {*others, 3}, 11: others, 8: {5}, 9: {4}}
+    remaining = {0, 1, 2}
+    expected = {7: {*remaining, 3}, 11: remaining, 8: {5}, 9: {4}}
     assert cores.assigned(names, range(6), main=7) == expected
 
 
-def test_a_second_engine_of_an_npu_leaves_the_cores_of_the_first():
+def test_second_engine_of_an_npu_uses_other_cores_than_the_first():
     names = {7: "VLLM::Worker_TP0", 8: "acl_thread", 9: "release_thread"}
-    found = cores.assigned(names, range(6), main=7, is_first=False)
-    assert found == {thread: {0, 1, 2} for thread in names}
+    result = cores.assigned(names, range(6), main=7, is_first=False)
+    assert result == {thread: {0, 1, 2} for thread in names}
 
 
 def test_the_first_process_that_binds_threads_has_the_cores():
@@ -158,7 +158,11 @@ def test_threads_of_torch_npu_are_bound_by_their_names(monkeypatch, layout, vari
     monkeypatch.setattr(os, "sched_setaffinity", bound.__setitem__)
     monkeypatch.setattr(cores, "claim", lambda bus: bus == PLACE.bus)
     cores.bind(ParallelConfig(**layout), 0)
-    alone = {name(thread): own for thread, own in bound.items() if len(own) == 1}
+    alone = {
+        name(thread): cores_of_thread
+        for thread, cores_of_thread in bound.items()
+        if len(cores_of_thread) == 1
+    }
     assert bool(bound) == (share is not None)
     if share is not None:
         assert bound[os.getpid()] == set(share[:6])
@@ -170,17 +174,17 @@ def name(thread: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("places", "said"),
+    ("places", "message"),
     [
         (([host.NPUPlace("0000:c1:00.0", 0, 0, 1)], ""), "3 cores for a worker"),
         (([], "npu-smi info failed (x)"), "npu-smi info failed (x)"),
         (([], ""), "NPU 0 is unknown"),
     ],
 )
-def test_a_worker_of_few_or_unknown_cores_is_left_alone(monkeypatch, log_lines, places, said):
+def test_a_worker_of_few_or_unknown_cores_is_left_alone(monkeypatch, log_lines, places, message):
     monkeypatch.setattr(host, "npu_places", lambda: places)
     monkeypatch.setattr(host, "node_cores", lambda node: [0, 1, 2])
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1, 2})
     monkeypatch.setattr(os, "sched_setaffinity", None)
     cores.bind(ParallelConfig(numa_bind=True, numa_bind_nodes=[0]), 0)
-    assert f"threads are not bound to cores: {said}" in [text for _, text in log_lines]
+    assert f"threads are not bound to cores: {message}" in [text for _, text in log_lines]

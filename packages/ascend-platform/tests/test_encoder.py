@@ -41,10 +41,12 @@ def test_bidirectional_attention(window, max_elements, monkeypatch):
     layer.forward(None, query.npu(), key.npu(), value.npu(), None, meta, output)
     for start, end in pairwise(starts):
         q, k, v = (x[start:end].double().transpose(0, 1) for x in (query, key, value))
-        far = (torch.arange(end - start) - torch.arange(end - start)[:, None]).abs() >= (
+        outside = (torch.arange(end - start) - torch.arange(end - start)[:, None]).abs() >= (
             window or 1000
         )
-        scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.2).masked_fill(far, -torch.inf)
+        scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.2).masked_fill(
+            outside, -torch.inf
+        )
         expected = (scores.softmax(-1) @ v.repeat_interleave(2, 0)).transpose(0, 1)
         torch.testing.assert_close(output[start:end].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 

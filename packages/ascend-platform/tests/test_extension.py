@@ -3,8 +3,10 @@
 """Registration, slots and options of components, with real distribution metadata in a directory on
 sys.path."""
 
+import copy
 import importlib
 import inspect
+import pickle
 import re
 import sys
 from contextlib import nullcontext
@@ -13,10 +15,9 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
-from ascend_platform import extension, transfer
-from ascend_platform.config import options
+from ascend_platform import extension, options, transfer
 from ascend_platform.plugins import COMPONENTS, registry, slots
-from harness.distributions import write_metadata
+from harness.project.distributions import write_metadata
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def no_components(monkeypatch):
     until the session's end."""
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
-    for name in ("_tables", "_current", "_listeners"):
+    for name in ("_tables", "_listeners"):
         monkeypatch.setattr(options, name, {})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv("VLLM_VERSION", raising=False)
@@ -62,7 +63,7 @@ def test_component_with_met_requirements_is_set_up_once(installed):
 
 
 @pytest.mark.parametrize(
-    ("requirement", "said"),
+    ("requirement", "message"),
     [
         (
             "packaging<1",
@@ -74,13 +75,13 @@ def test_component_with_met_requirements_is_set_up_once(installed):
         ),
     ],
 )
-def test_component_with_unmet_requirement_is_disabled(installed, log_lines, requirement, said):
+def test_component_with_unmet_requirement_is_disabled(installed, log_lines, requirement, message):
     installed("wheel-a", requires=[requirement])
     extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up with an unmet requirement"))
     ((level, line),) = log_lines
     assert level == "WARNING"
     assert "wheel-a 1.0 disabled: requires " in line
-    assert all(part in line for part in said)
+    assert all(part in line for part in message)
     assert extension.state("wheel-a").startswith("disabled: ")
 
 
@@ -123,11 +124,12 @@ def test_summary_names_every_component_with_its_state(installed, monkeypatch):
     parts = registry.summary("fused").split(" | ")
     assert parts[1] == "platform 1.0 active"
     assert parts[2] == "attention 1.0 active"
-    assert parts[3] == "communicator 1.0 off (filtered out by VLLM_PLUGINS)"
-    assert parts[5].startswith("model-loader 1.0 off (VLLM_PLUGINS has a space")
-    assert parts[6].startswith("patches 1.0 disabled: requires packaging<1")
-    assert parts[7] == "attention: fused"
-    assert f"torch-npu {extension.version('torch-npu')}" in parts[8]
+    assert parts[3] == "cli 1.0 off (filtered out by VLLM_PLUGINS)"
+    assert parts[4] == "communicator 1.0 off (filtered out by VLLM_PLUGINS)"
+    assert parts[6].startswith("model-loader 1.0 off (VLLM_PLUGINS has a space")
+    assert parts[8].startswith("patches 1.0 disabled: requires packaging<1")
+    assert parts[9] == "attention: fused"
+    assert f"torch-npu {extension.version('torch-npu')}" in parts[10]
     assert "\n" not in registry.summary("fused")
 
 
@@ -144,27 +146,35 @@ def test_missing_component_is_not_installed(monkeypatch):
 
 
 def test_options_are_defaults_under_what_is_given():
-    extension.join("wheel-a", "ascend_a", options={"size": 1, "name": "x"})
-    options.configure({"ascend": {"a": {"size": 2}}, "other": 1})
-    assert extension.config("a") == {"size": 2, "name": "x"}
-    options.configure({})
-    assert extension.config("a") == {"size": 1, "name": "x"}
-
-
-def test_current_engine_s_options_precede_the_last_one_s():
     from vllm.config import VllmConfig, set_current_vllm_config
 
+    extension.join("wheel-a", "ascend_a", options={"size": 1, "name": "x"})
     config = VllmConfig()
-    extension.join("wheel-a", "ascend_a", options={"size": 1})
-    options.configure({"ascend": {"a": {"size": 2}}})
-    config.additional_config = {"ascend": {"a": {"size": 3}}}
+    config.additional_config = {"ascend": {"a": {"size": 2}}, "other": 1}
     with set_current_vllm_config(config):
-        assert extension.config("a") == {"size": 3}
-    assert extension.config("a") == {"size": 2}
+        assert extension.config("a") == {"size": 2, "name": "x"}
+    options.configure(config.additional_config)
+    assert extension.config("a") == {"size": 1, "name": "x"}  # Of no engine.
+
+
+def test_options_are_parsed_once_on_the_configuration():
+    from vllm.config import VllmConfig
+
+    options.register("platform", options.Platform)
+    config = VllmConfig(additional_config={"ascend": {"platform": {"numa_bind": False}}})
+    key = config.compute_hash()
+    table = options.of(options.Platform, config)
+    assert not table.numa_bind
+    assert options.of(options.Platform, config) is table
+    assert config.additional_config == {"ascend": {"platform": {"numa_bind": False}}}
+    assert config.compute_hash() == key
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert isinstance(copied.additional_config, options.Parsed)
+        assert options.of(options.Platform, copied) == table
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"a": {"sise": 2}}, r"ascend\.a has no key 'sise'; fix: use 'size'"),
         ({"b": {}}, r"ascend has no key 'b'; fix: use one of a"),
@@ -172,9 +182,9 @@ def test_current_engine_s_options_precede_the_last_one_s():
         ([], r"must be an object, not \[\]"),
     ],
 )
-def test_unknown_option_is_refused_with_the_nearest_known(given, said):
+def test_unknown_option_is_refused_with_the_nearest_known(given, message):
     extension.join("wheel-a", "ascend_a", options={"size": 1})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         options.configure({"ascend": given})
 
 
@@ -184,7 +194,11 @@ def signature(value):
 
 
 def signatures(name, value):
-    """A line for a name, and for each public member of a class."""
+    """A line for a name, for each public member of a class, and for each name of a module."""
+    if inspect.ismodule(value):
+        for each in sorted(value.__all__):
+            yield from signatures(f"{name}.{each}", getattr(value, each))
+        return
     # The signature is Python's, and differs between versions.
     of_enum = inspect.isclass(value) and issubclass(value, Enum)
     yield f"{name}{signature(value)}" if callable(value) and not of_enum else name
@@ -198,18 +212,18 @@ def test_interface_is_the_recorded_one():
     """An addition raises API_VERSION's second number, any other change its first; then update the
     record."""
     record = Path(__file__).parent / f"extension_{extension.API_VERSION}.txt"
-    found = [
+    lines = [
         line
         for name in sorted(extension.__all__)
         for line in signatures(name, getattr(extension, name))
     ]
-    assert "\n".join(found) == record.read_text().rstrip()
+    assert "\n".join(lines) == record.read_text().rstrip()
 
 
 def test_names_of_the_interface_before_are_kept():
     tests = Path(__file__).parent
     before = {
-        line.partition("(")[0] for line in (tests / "extension_1.5.txt").read_text().splitlines()
+        line.partition("(")[0] for line in (tests / "extension_1.7.txt").read_text().splitlines()
     }
     now = (tests / f"extension_{extension.API_VERSION}.txt").read_text().splitlines()
     assert before <= {line.partition("(")[0] for line in now}
@@ -218,15 +232,15 @@ def test_names_of_the_interface_before_are_kept():
 def test_transfer_is_the_recorded_one():
     """The second door, for wheels that move data between instances: what its modules define without
     an underscore."""
-    found = []
+    lines = []
     for module in map(
         importlib.import_module,
         (f"{transfer.__name__}.{each.name}" for each in iter_modules(transfer.__path__)),
     ):
         for name, value in sorted(vars(module).items()):
             if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__:
-                found += signatures(f"{module.__name__.rpartition('.')[2]}.{name}", value)
-    assert "\n".join(found) == (Path(__file__).parent / "transfer.txt").read_text().rstrip()
+                lines += signatures(f"{module.__name__.rpartition('.')[2]}.{name}", value)
+    assert "\n".join(lines) == (Path(__file__).parent / "transfer.txt").read_text().rstrip()
 
 
 @pytest.mark.parametrize(
@@ -234,24 +248,24 @@ def test_transfer_is_the_recorded_one():
     [
         ("1.0", None),
         ("1.2", None),
-        ("1.6", None),
-        ("1.7", "vllm-ascend-all"),
+        ("1.8", None),
+        ("1.9", "vllm-ascend-all"),
         ("2.0", "vllm-ascend-all"),
         ("0.9", "wheel-a"),
     ],
 )
 def test_component_for_an_incompatible_interface_is_disabled(installed, log_lines, api, upgrade):
-    assert extension.API_VERSION == "1.6"
+    assert extension.API_VERSION == "1.8"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), log_lines) == ("active", [])
         return
-    said = (
-        f"written for version {api} of ascend_platform.extension, found 1.6; fix: pip install"
+    message = (
+        f"written for version {api} of ascend_platform.extension, found 1.8; fix: pip install"
         f" --upgrade {upgrade}"
     )
-    assert extension.state("wheel-a") == f"disabled: {said}"
+    assert extension.state("wheel-a") == f"disabled: {message}"
     assert log_lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
 
 

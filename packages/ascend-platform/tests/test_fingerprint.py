@@ -6,7 +6,7 @@ import ast
 
 import pytest
 from ascend_platform import fingerprint
-from ascend_platform.overrides import launch_sites, table
+from ascend_platform.overrides import table
 
 BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
 
@@ -84,7 +84,7 @@ def test_definition_is_that_of_the_whole_module(name, more):
 
 def test_definitions_of_overrides_are_those_of_whole_modules():
     targets = {each for row in table.rows() for each in (row.target, row.compared) if each}
-    targets |= {each for site in launch_sites.sites() for each in site.targets}
+    targets |= {each for launch in table.launches() for each in (launch.kernel, launch.caller)}
     compared = 0
     for module, _, name in sorted(each.partition(":") for each in targets):
         if (source := fingerprint.module_source(module)) and not name.endswith(".*"):
@@ -96,7 +96,7 @@ def check_definition(source, name):
     """Compare with a search of the whole tree; returns how many definitions there are."""
     expected = [fingerprint.parsed(source)]
     for each in name.split("."):
-        expected = [found for node in expected for found in fingerprint._named(node, each)]
-    found = fingerprint.definitions(source, name)
-    assert [ast.dump(node) for node in found] == [ast.dump(node) for node in expected]
-    return len(found)
+        expected = [actual for node in expected for actual in fingerprint._named(node, each)]
+    actual = fingerprint.definitions(source, name)
+    assert [ast.dump(node) for node in actual] == [ast.dump(node) for node in expected]
+    return len(actual)

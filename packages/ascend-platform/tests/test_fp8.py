@@ -54,13 +54,13 @@ def test_error_of_int8():
     torch.manual_seed(0)
     weight = torch.randn(512, 1024) * 0.02
     stored, scale, numbers = fp8_models.in_blocks(weight, 128, 128)
-    made = requantized(stored.view(torch.uint8).npu(), scale.npu(), torch.bfloat16)
-    restored = made.weight.cpu().double() * made.scale.cpu().double()
+    converted = requantized(stored.view(torch.uint8).npu(), scale.npu(), torch.bfloat16)
+    restored = converted.weight.cpu().double() * converted.scale.cpu().double()
     error = ((restored - numbers.double()).norm() / numbers.double().norm()).item()
     stored_error = ((numbers - weight).norm() / weight.norm()).item()
     print(f"int8 {error:.4f}, e4m3 {stored_error:.4f}")
     assert 0.004 < error < 0.012 < stored_error  # e4m3's own error is larger
-    assert ((restored - numbers.double()).abs() <= made.scale.cpu().double() * 0.5001).all()
+    assert ((restored - numbers.double()).abs() <= converted.scale.cpu().double() * 0.5001).all()
     with pytest.raises(ValueError, match="need --dtype bfloat16 or float16"):
         requantized(stored.view(torch.uint8).npu(), scale.npu(), torch.float32)
 
@@ -68,16 +68,16 @@ def test_error_of_int8():
 @pytest.mark.parametrize(("rows", "inputs", "ranks"), [(576, 320, 2), (192, 96, 2), (320, 256, 5)])
 def test_shards_that_do_not_begin_at_blocks(rows, inputs, ranks):
     stored, scale, numbers = drawn(rows, inputs, 128, 128)
-    form, own = Fp8Format("weight_scale_inv", (128, 128)), rows // ranks
-    grid = form.grid([own], inputs)
-    assert own % grid[0] == 0 == inputs % grid[1]
+    form, shard_rows = Fp8Format("weight_scale_inv", (128, 128)), rows // ranks
+    grid = form.grid([shard_rows], inputs)
+    assert shard_rows % grid[0] == 0 == inputs % grid[1]
     expanded = form.expanded(scale, grid, (rows, inputs))
     assert expanded.shape == (rows // grid[0], inputs // grid[1])
     for rank in range(ranks):
-        bytes_ = stored.view(torch.uint8)[rank * own : (rank + 1) * own]
-        factors = expanded[rank * own // grid[0] : (rank + 1) * own // grid[0]]
+        bytes_ = stored.view(torch.uint8)[rank * shard_rows : (rank + 1) * shard_rows]
+        factors = expanded[rank * shard_rows // grid[0] : (rank + 1) * shard_rows // grid[0]]
         actual = dequantized(bytes_.npu(), factors.contiguous().npu(), torch.float32)
-        assert same_bits(actual, numbers[rank * own : (rank + 1) * own])
+        assert same_bits(actual, numbers[rank * shard_rows : (rank + 1) * shard_rows])
 
 
 def test_scales_in_e8m0():

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from ascend_platform.lora.experts import FusedMoEWithLoRA
 from ascend_platform.ops.moe import experts as moe
 from ascend_platform.ops.moe import grouped, router
-from ascend_platform.ops.moe.lora import FusedMoEWithLoRA
 from ascend_platform.overrides import guard
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import (
@@ -136,19 +136,19 @@ def test_small_groups_fall_back_to_vllm():
 
 
 def method(first, count):
-    made = moe.NPUFusedMoEMethod.__new__(moe.NPUFusedMoEMethod)
+    moe_method = moe.NPUFusedMoEMethod.__new__(moe.NPUFusedMoEMethod)
     parallel = SimpleNamespace(
         dp_size=1, pcp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS
     )
-    made.moe = SimpleNamespace(
+    moe_method.moe = SimpleNamespace(
         num_experts=EXPERTS,
         has_bias=False,
         moe_parallel_config=parallel,
         experts_per_token=3,
         swiglu_limit=None,
     )
-    made.first_expert, made.num_local_experts = first, count
-    return made
+    moe_method.first_expert, moe_method.num_local_experts = first, count
+    return moe_method
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -234,17 +234,24 @@ def test_biases_and_clipped_swiglu(dtype):
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
+@pytest.mark.parametrize(
+    ("activation", "alpha", "bias"),
+    [(MoEActivation.SILU, 1.0, 0.0), (MoEActivation.SWIGLUOAI_UNINTERLEAVE, 1.5, 0.75)],
+    ids=["silu", "swigluoai"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_limit_of_swiglu(dtype):
-    """EXAONE-MoE's and Ling 3's experts against float64: gate and up are clamped, as in vLLM."""
+def test_limit_of_swiglu(dtype, activation, alpha, bias):
+    """EXAONE-MoE's, Ling 3's and MiniMax-M3's experts against float64: gate and up are clamped, as
+    in vLLM."""
     x, w13, w2 = gated(dtype)
     ids = torch.arange(TOKENS).remainder(EXPERTS).int()[:, None]
     weights, ours = drawn(TOKENS, 1, seed=3).sigmoid(), method(0, EXPERTS)
     gate, up = (w13[ids[:, 0]].double() @ x.double()[..., None])[..., 0].chunk(2, -1)
-    inner = F.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    inner = gate * torch.sigmoid(alpha * gate) * (up + bias)
     expected = (w2[ids[:, 0]].double() @ inner[..., None])[..., 0] * weights.to(dtype).double()
-    layer = SimpleNamespace(w13_weight=w13.npu(), w2_weight=w2.npu(), activation=MoEActivation.SILU)
-    ours.moe.swiglu_limit = 7.0
+    layer = SimpleNamespace(w13_weight=w13.npu(), w2_weight=w2.npu(), activation=activation)
+    ours.moe.swiglu_limit, ours.moe.swiglu_alpha, ours.moe.swiglu_beta = 7.0, alpha, bias
     actual = ours.forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
     bound = BOUNDS[dtype]
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
@@ -290,7 +297,7 @@ def test_router_weights_stay_float32(dropped):
 def test_unrouted_rows_are_not_read(monkeypatch):
     """Rows that the matmuls do not write may hold any values, on an NPU also NaN."""
 
-    def experts(w13, w2, rows, counts, *others):
+    def experts(w13, w2, rows, counts, *unused):
         out = torch.full_like(rows, torch.nan)
         out[: int(counts.sum())] = rows[: int(counts.sum())]
         return out
@@ -351,10 +358,10 @@ def test_eplb_map_to_physical(recorded, unpadded):
             counts[place] += 1
     on_npu = load.npu()
     number = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32).npu()
-    found = router.eplb_map_to_physical(
+    actual = router.eplb_map_to_physical(
         ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number
     )
-    assert (found.dtype, found.tolist()) == (ids.dtype, expected)
+    assert (actual.dtype, actual.tolist()) == (ids.dtype, expected)
     assert on_npu.tolist() == counts
     assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other replicas
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform.attention.gated_delta_metadata import PackedRows
 from ascend_platform.errors import RefusedError
-from ascend_platform.kernels.states import causal_conv, gated_delta
-from ascend_platform.ops import gated_delta_net
-from ascend_platform.ops.gated_delta_net import NPUGatedDeltaNetAttention as Layer
+from ascend_platform.state_layers import gated_delta_net
+from ascend_platform.state_layers.gated_delta_metadata import PackedRows
+from ascend_platform.state_layers.gated_delta_net import NPUGatedDeltaNetAttention as Layer
+from ascend_platform.state_layers.kernels import causal_conv, gated_delta
 from ascend_platform.worker.worker import NPUWorker
 
 KEYS, VALUES, SIZE, WIDTH, BLOCKS = 2, 4, 16, 4, 9
@@ -23,35 +23,35 @@ FLOAT32 = 2e-5
 def layer():
     """The attributes that the methods under test read."""
     torch.manual_seed(0)
-    found = SimpleNamespace(tp_size=1, key_dim=KEYS * SIZE, head_k_dim=SIZE, head_v_dim=SIZE)
-    found._weight = torch.randn(CHANNELS, 1, WIDTH).npu()
-    found.A_log, found.dt_bias = torch.rand(VALUES).npu(), torch.randn(VALUES).npu()
-    found._kept = {
-        "taps": found._weight[:, 0].t().contiguous(),
-        "rates": -found.A_log.exp(),
-        "biases": found.dt_bias,
+    sizes = SimpleNamespace(tp_size=1, key_dim=KEYS * SIZE, head_k_dim=SIZE, head_v_dim=SIZE)
+    sizes._weight = torch.randn(CHANNELS, 1, WIDTH).npu()
+    sizes.A_log, sizes.dt_bias = torch.rand(VALUES).npu(), torch.randn(VALUES).npu()
+    sizes._kept = {
+        "taps": sizes._weight[:, 0].t().contiguous(),
+        "rates": -sizes.A_log.exp(),
+        "biases": sizes.dt_bias,
         "zero": torch.zeros(1, CHANNELS).npu(),
     }
-    found.kv_cache = (
+    sizes.kv_cache = (
         torch.randn(BLOCKS, WIDTH - 1, CHANNELS).npu(),
         torch.randn(BLOCKS, VALUES, SIZE, SIZE).npu(),
     )
-    found.split_ba = lambda ba: ba.chunk(2, -1)
-    found._inputs = lambda *given: Layer._inputs(found, *given)
-    return found
+    sizes.split_ba = lambda ba: ba.chunk(2, -1)
+    sizes._inputs = lambda *given: Layer._inputs(sizes, *given)
+    return sizes
 
 
-def gates(found, ba):
+def gates(gated_layer, ba):
     b, a = ba.chunk(2, -1)
-    return a, b, found.A_log, found.dt_bias
+    return a, b, gated_layer.A_log, gated_layer.dt_bias
 
 
 def starts(sizes):
     return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32)
+def close(gated_layer, expected):
+    torch.testing.assert_close(gated_layer, expected, rtol=0, atol=FLOAT32)
 
 
 @pytest.fixture(autouse=True)
@@ -60,35 +60,35 @@ def built_in(monkeypatch):
     monkeypatch.setattr(gated_delta.rules, "prefill", gated_delta.chunk_rule)
 
 
-def expected_decode(found, mixed, ba, blocks, conv, states):
+def expected_decode(gated_layer, mixed, ba, blocks, conv, states):
     convolved = causal_conv.causal_conv1d_update(
-        mixed, conv.transpose(1, 2), found._weight[:, 0], None, "silu", blocks
+        mixed, conv.transpose(1, 2), gated_layer._weight[:, 0], None, "silu", blocks
     )
     output = mixed.new_empty(len(mixed), 1, VALUES, SIZE)
     gated_delta.fused_recurrent_gated_delta_rule_packed_decode(
-        convolved, *gates(found, ba), SIZE**-0.5, states, output, blocks, True
+        convolved, *gates(gated_layer, ba), SIZE**-0.5, states, output, blocks, True
     )
     return output[:, 0]
 
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_decodes_and_the_padding_of_a_graph(padding):
-    found = layer()
-    conv, states = (cache.clone() for cache in found.kv_cache)
+    gated_layer = layer()
+    conv, states = (cache.clone() for cache in gated_layer.kv_cache)
     blocks = torch.tensor([3, 7, 1] + [0] * padding, dtype=torch.int32).npu()
     mixed = torch.randn(len(blocks), CHANNELS).npu()
     ba = torch.randn(len(blocks), 2 * VALUES).npu()
-    expected = expected_decode(found, mixed[:3], ba[:3], blocks[:3], conv, states)
+    expected = expected_decode(gated_layer, mixed[:3], ba[:3], blocks[:3], conv, states)
     metadata = SimpleNamespace(
         non_spec_state_indices_tensor=blocks,
         padding=(blocks <= 0)[:, None] if padding else None,
     )
-    output = Layer._decode(found, mixed, ba, found.kv_cache[0], metadata)
+    output = Layer._decode(gated_layer, mixed, ba, gated_layer.kv_cache[0], metadata)
     close(output[:3], expected)
-    close(found.kv_cache[1], states)
-    close(found.kv_cache[0][1:], conv[1:])
+    close(gated_layer.kv_cache[1], states)
+    close(gated_layer.kv_cache[0][1:], conv[1:])
     if padding:
-        inputs = Layer._inputs(found, mixed, ba)
+        inputs = Layer._inputs(gated_layer, mixed, ba)
         assert not inputs.g[3:].any()
         assert not inputs.beta[3:].any()
 
@@ -102,8 +102,8 @@ def test_decodes_and_the_padding_of_a_graph(padding):
     ],
 )
 def test_prefills_beside_decodes(sizes, decodes, new):
-    found = layer()
-    conv, states = (cache.clone() for cache in found.kv_cache)
+    gated_layer = layer()
+    conv, states = (cache.clone() for cache in gated_layer.kv_cache)
     blocks = torch.tensor([4, 8, 2, 6, 5], dtype=torch.int32).npu()[: len(sizes)]
     begin, is_new = starts(sizes), torch.tensor(new)
     mixed, ba = torch.randn(sum(sizes), CHANNELS).npu(), torch.randn(sum(sizes), 2 * VALUES).npu()
@@ -111,12 +111,12 @@ def test_prefills_beside_decodes(sizes, decodes, new):
     if decodes:
         outputs.append(
             expected_decode(
-                found, mixed[:decodes], ba[:decodes], blocks[:decodes], conv.clone(), states
+                gated_layer, mixed[:decodes], ba[:decodes], blocks[:decodes], conv.clone(), states
             )
         )
     convolved = causal_conv.causal_conv1d_fn(
         mixed.t(),
-        found._weight[:, 0],
+        gated_layer._weight[:, 0],
         None,
         conv.transpose(1, 2),
         begin.npu(),
@@ -125,9 +125,9 @@ def test_prefills_beside_decodes(sizes, decodes, new):
     ).t()[decodes:]
     q, k, v, g, beta = gated_delta.fused_post_conv_prep(
         convolved,
-        *gates(found, ba[decodes:])[:2],
-        found.A_log,
-        found.dt_bias,
+        *gates(gated_layer, ba[decodes:])[:2],
+        gated_layer.A_log,
+        gated_layer.dt_bias,
         KEYS,
         SIZE,
         SIZE,
@@ -145,11 +145,11 @@ def test_prefills_beside_decodes(sizes, decodes, new):
         num_decodes=decodes,
     )
     close(
-        Layer._prefill(found, mixed, ba, found.kv_cache[0], metadata),
+        Layer._prefill(gated_layer, mixed, ba, gated_layer.kv_cache[0], metadata),
         torch.cat((*outputs, output)),
     )
-    close(found.kv_cache[0], conv)
-    close(found.kv_cache[1], states)
+    close(gated_layer.kv_cache[0], conv)
+    close(gated_layer.kv_cache[1], states)
 
 
 @pytest.mark.parametrize("packed", [1, 2])

@@ -41,7 +41,7 @@ for listed in ("", "1", "1,0", "0,1", "0, 1", "0,7", "npu0", "0,0", "0,", ",0"):
 
 
 @pytest.mark.parametrize(
-    ("driver", "said"),
+    ("driver", "message"),
     [
         ("int drvGetDevNum(unsigned *count) { *count = 8; return 0; }", "(8, '')"),
         ("int drvGetDevNum(unsigned *count) { return 87; }", "(0, 'drvGetDevNum returned 87')"),
@@ -53,7 +53,7 @@ for listed in ("", "1", "1,0", "0,1", "0, 1", "0,7", "npu0", "0,0", "0,", ",0"):
     ],
     ids=["8", "refuses", "crashes", "too old"],
 )
-def test_driver(driver, said, tmp_path):
+def test_driver(driver, message, tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -67,7 +67,7 @@ def test_driver(driver, said, tmp_path):
         tmp_path / "driver.c",
     ]
     subprocess.run(command, check=True, capture_output=True)
-    assert said in python(
+    assert message in python(
         "from ascend_platform import host; print(host.npu_count())", LD_LIBRARY_PATH=str(tmp_path)
     )
 

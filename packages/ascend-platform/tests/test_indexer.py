@@ -9,7 +9,7 @@ import pytest
 import torch
 from ascend_platform.attention import indexer
 from ascend_platform.attention.kv_cache import IndexCache
-from ascend_platform.config import unsupported
+from ascend_platform.config import features
 from ascend_platform.ops import rotary_embedding  # noqa: F401
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
@@ -18,15 +18,20 @@ from vllm.model_executor.models.deepseek_v2 import Indexer
 
 
 def layer(with_indexer: bool):
-    made = MLAAttention.__new__(MLAAttention)
-    torch.nn.Module.__init__(made)
-    made.use_sparse, made.impl, made.attn_backend, made.indexer = True, "impl", "backend", None
+    attention = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(attention)
+    attention.use_sparse, attention.impl, attention.attn_backend, attention.indexer = (
+        True,
+        "impl",
+        "backend",
+        None,
+    )
     if with_indexer:
-        made.indexer = Indexer.__new__(Indexer)
-        torch.nn.Module.__init__(made.indexer)
-        made.indexer.head_dim, made.indexer.k_cache = 128, torch.nn.Module()
-        made.indexer.k_cache.prefix = "0.indexer.k_cache"
-    return made
+        attention.indexer = Indexer.__new__(Indexer)
+        torch.nn.Module.__init__(attention.indexer)
+        attention.indexer.head_dim, attention.indexer.k_cache = 128, torch.nn.Module()
+        attention.indexer.k_cache.prefix = "0.indexer.k_cache"
+    return attention
 
 
 def test_indexer_and_its_cache_are_replaced():
@@ -38,10 +43,10 @@ def test_indexer_and_its_cache_are_replaced():
     }
     indexer.install(layers)
     indexer.install(layers)
-    made, cache = layers["0.attn"].indexer, layers["0.indexer.k_cache"]
-    assert type(made) is indexer.NPUIndexer
+    replaced, cache = layers["0.attn"].indexer, layers["0.indexer.k_cache"]
+    assert type(replaced) is indexer.NPUIndexer
     assert type(cache) is IndexCache
-    assert made.k_cache is cache
+    assert replaced.k_cache is cache
     assert (cache.prefix, cache.head_size, cache.impl, cache.attn_backend) == (
         "0.indexer.k_cache",
         128,
@@ -67,14 +72,14 @@ def test_decode_context_parallelism_is_refused():
     )
     refused = [
         feature.name
-        for feature in unsupported.FEATURES
+        for feature in features.rows()
         if "sparse latent attention" in feature.name and feature.asked(config)
     ]
     assert len(refused) == 1
     del model.hf_text_config.index_topk
     assert not any(
         feature.asked(config)
-        for feature in unsupported.FEATURES
+        for feature in features.rows()
         if "sparse latent attention" in feature.name
     )
 
@@ -89,13 +94,13 @@ def test_first_elements_of_heads_are_rotated(neox):
     rotary = rotary.npu()
     positions = torch.tensor([5, 0, 99]).npu()
     query, key = torch.randn(3, 4, 128).npu(), torch.randn(3, 128).npu()
-    made = SimpleNamespace(rope_dim=64, head_dim=128)
-    found = indexer.NPUIndexer._rotate(made, positions, query, key, rotary)
+    replaced = SimpleNamespace(rope_dim=64, head_dim=128)
+    actual = indexer.NPUIndexer._rotate(replaced, positions, query, key, rotary)
     plain = rotary.forward_native
     expected = indexer.NPUIndexer._rotate(
-        made, positions, query, key, lambda p, q, k: plain(p, q.contiguous(), k.contiguous())
+        replaced, positions, query, key, lambda p, q, k: plain(p, q.contiguous(), k.contiguous())
     )
-    for one, other, whole in zip(found, expected, (query, key), strict=True):
+    for one, other, whole in zip(actual, expected, (query, key), strict=True):
         assert one.shape == whole.shape
         torch.testing.assert_close(one.cpu(), other.cpu())
         assert torch.equal(one[..., 64:].cpu(), whole[..., 64:].cpu())

@@ -5,7 +5,7 @@ options."""
 
 import pytest
 from ascend_platform.plugins import registry, slots
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_entry_of_a_tier_is_accepted(model, connectors):
     engine_config(model(), **transfer("OffloadingConnector", kv_connector_extra_config=extra))
 
 
-def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, log_lines):
+def test_module_path_of_vllm_ascend_is_replaced_by_its_counterpart(model, connectors, log_lines):
     connectors()
     there = {
         "kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector",

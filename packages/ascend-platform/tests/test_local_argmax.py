@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import npus
+from harness.engines import npus
 
 PROGRAM = Path(__file__).with_name("argmax_ranks.py")
 RANKS, VOCABULARY, ROWS, HIDDEN = 4, 140, 5, 16
@@ -37,8 +37,8 @@ def test_tokens_are_the_first_of_the_best(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["local"] == rank["all"]
         assert max(rank["local"]) < VOCABULARY // 2
-        found = logits().gather(1, torch.tensor(rank["local"])[:, None])[:, 0]
-        torch.testing.assert_close(found, best, rtol=0.01, atol=0)
+        result = logits().gather(1, torch.tensor(rank["local"])[:, None])[:, 0]
+        torch.testing.assert_close(result, best, rtol=0.01, atol=0)
 
 
 def test_ranks_send_pairs_instead_of_logits(ranks: list[dict[str, Any]]) -> None:

@@ -16,16 +16,16 @@ from vllm.config import ParallelConfig
 
 
 @pytest.mark.parametrize(
-    ("variable", "needed", "said"),
+    ("variable", "needed", "message"),
     [
         ("0, 1", 2, "='0, 1' leaves 1 of 1 NPUs: .*; fix: export ASCEND_RT_VISIBLE_DEVICES=0$"),
         ("0", 2, "1 are visible; fix: lower "),
     ],
 )
-def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable, needed, said):
+def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable, needed, message):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", variable)
     parallel = ParallelConfig(tensor_parallel_size=needed, distributed_executor_backend="mp")
-    with pytest.raises(ValueError, match=rf"the layout needs {needed} NPUs .*{said}"):
+    with pytest.raises(ValueError, match=rf"the layout needs {needed} NPUs .*{message}"):
         devices.check(parallel)
 
 

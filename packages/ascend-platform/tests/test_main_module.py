@@ -23,7 +23,7 @@ NEXT = "the layout needs 2 NPUs"  # a later check of the configuration
 
 
 @pytest.mark.parametrize(
-    ("script", "from_stdin", "said"),
+    ("script", "from_stdin", "message"),
     [
         (UNGUARDED, False, REFUSED),
         (FUNCTION, False, REFUSED),
@@ -39,7 +39,7 @@ NEXT = "the layout needs 2 NPUs"  # a later check of the configuration
     ],
     ids=["no guard", "a function without a guard", "guard", "stdin"],
 )
-def test_main_module(script: str, from_stdin: bool, said: str, tmp_path: Path) -> None:
+def test_main_module(script: str, from_stdin: bool, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(small_models.TINY))
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-" if from_stdin else "script.py", str(tmp_path)]
@@ -48,4 +48,4 @@ def test_main_module(script: str, from_stdin: bool, said: str, tmp_path: Path) -
         command, **given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     lines = done.stderr.strip().splitlines()
-    assert said in (done.stderr if said == NEXT else lines[-1]), done.stderr
+    assert message in (done.stderr if message == NEXT else lines[-1]), done.stderr

@@ -20,7 +20,7 @@ print("RESULT", json.dumps([metrics.measured(0, failed), sorted(failed), metrics
 """
 
 
-def test_each_fails_alone_and_once() -> None:
+def test_each_case_fails_separately_and_once() -> None:
     """Reading the utilization is refused, as in a container that may not."""
     emulator = [
         sys.executable,

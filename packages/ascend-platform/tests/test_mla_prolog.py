@@ -7,9 +7,9 @@ import json
 
 import pytest
 from ascend_platform import chips, extension, host
-from ascend_platform.config import mla_prolog
+from ascend_platform.attention import mla_prolog
 from ascend_platform.plugins import slots
-from harness.models import model_types, small
+from harness.models import by_type, small
 from transformers import AutoConfig
 from vllm.config import CompilationConfig, CompilationMode, KVTransferConfig, LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -21,10 +21,10 @@ ON = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}}
 def configure(tmp_path):
     def make(name="deepseek-v3, mla_prolog", arguments=ON, **changes):
         if name:
-            family, given = model_types.DECODERS[name]
+            family, given = by_type.DECODERS[name]
             kind = {"DeepseekV3": "deepseek_v3", "DeepseekV32": "deepseek_v32"}[family]
             AutoConfig.for_model(
-                kind, architectures=[f"{family}ForCausalLM"], **model_types.COMMON | given | changes
+                kind, architectures=[f"{family}ForCausalLM"], **by_type.COMMON | given | changes
             ).save_pretrained(tmp_path)
         else:
             tmp_path.joinpath("config.json").write_text(json.dumps(small.TINY))
@@ -36,7 +36,7 @@ def configure(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "arguments", "said"),
+    ("name", "changes", "arguments", "message"),
     [
         ("", {}, {}, "with a model without latent attention"),
         ("deepseek-v3.2, selected tokens", {}, {}, "or with sparse latent attention"),
@@ -67,10 +67,11 @@ def configure(tmp_path):
     ],
 )
 def test_models_that_the_operator_does_not_take_are_refused(
-    configure, name, changes, arguments, said
+    configure, name, changes, arguments, message
 ):
     with pytest.raises(
-        ValueError, match=rf"ascend\.platform\.mla_prolog is not supported .*{said}.*fix: remove it"
+        ValueError,
+        match=rf"ascend\.platform\.mla_prolog is not supported .*{message}.*fix: remove it",
     ):
         configure(name, ON | arguments, **changes)
 

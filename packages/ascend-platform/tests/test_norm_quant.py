@@ -133,13 +133,13 @@ def test_short_rows_are_quantized_on_their_own(rows, columns):
     layer, fused = mlp("W8A8_DYNAMIC", columns)
     assert fused == 1
     x = torch.randn(rows, 2 * columns, dtype=torch.bfloat16, device="npu")
-    found = layer.act_fn(x)
-    assert type(found) is torch.Tensor
+    actual = layer.act_fn(x)
+    assert type(actual) is torch.Tensor
     assert layer.act_fn.quantizing is None
     exact = activated_exactly(x)
     steps = exact.abs().amax(-1, keepdim=True) / 127
     weight = layer.down_proj.values.double() * layer.down_proj.scale.double()
-    assert distance(layer.down_proj(found), (exact / steps).round() * steps @ weight.T) < 0.02
+    assert distance(layer.down_proj(actual), (exact / steps).round() * steps @ weight.T) < 0.02
 
 
 def test_another_reader_of_swiglu_gets_the_models_dtype():

@@ -120,7 +120,7 @@ def test_gemma_rms_norm(dtype):
     close(normed, rms((x + residual).double(), expected_weight, 1e-6))
 
 
-def test_rms_norm_with_another_weight_dtype_falls_back_to_native():
+def test_rms_norm_falls_back_if_the_weight_dtype_differs():
     layer = RMSNorm(64, dtype=torch.bfloat16)
     layer.weight.data.normal_()
     x = torch.randn(3, 64)
@@ -130,7 +130,7 @@ def test_rms_norm_with_another_weight_dtype_falls_back_to_native():
     )
 
 
-def test_rms_norm_is_vllm_s_where_the_user_disables_it():
+def test_disabled_rms_norm_falls_back_to_vllm():
     x = torch.randn(3, 64)
     config = VllmConfig(compilation_config={"custom_ops": ["none"]})
     with set_current_vllm_config(config):
@@ -343,9 +343,9 @@ def test_mrope(section, turns, fused, neox, dtype, monkeypatch):
     got = layer(positions.npu(), *joined.split([4 * head_size, 2 * head_size], -1))
     frequencies = 10000.0 ** -(torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
     angles = torch.stack([positions[row] * frequencies[i] for i, row in enumerate(owners)], -1)
-    for x, found in zip((query, key), got, strict=True):
+    for x, result in zip((query, key), got, strict=True):
         close(
-            found,
+            result,
             rotated(x, torch.ones(11), angles, neox, head_size),
             ulps=300 if dtype is torch.float32 else 4,
         )
@@ -374,12 +374,12 @@ def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
 def test_rows_and_mask_of_a_vocabulary_shard(shard, added):
     ids, ranges = torch.arange(26, dtype=torch.int32), (*shard, 2, *added)
     rows, masked = vocab_parallel_embedding.get_masked_input_and_mask(ids.npu(), *ranges)
-    expected, others = tensor_parallel._native(ids, *ranges)
+    expected, outside = tensor_parallel._native(ids, *ranges)
     assert (
         vocab_parallel_embedding.get_masked_input_and_mask
         is tensor_parallel.get_masked_input_and_mask
     )
-    assert torch.equal(masked.cpu(), others)
-    assert torch.equal(rows.cpu()[~others], expected[~others])
+    assert torch.equal(masked.cpu(), outside)
+    assert torch.equal(rows.cpu()[~outside], expected[~outside])
     assert rows.cpu().min() >= 0
     assert rows.cpu().max() <= expected.max()

@@ -16,16 +16,16 @@ from types import ModuleType
 
 import pytest
 from ascend_platform import extension
-from ascend_platform.overrides import guard, launch_sites, table
+from ascend_platform.overrides import guard, table
 from ascend_platform.overrides.table import Override
-from harness import vllm_copy
+from harness.project import vllm_copy
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
 OVERRIDES = table.rows("common", "v1")
 TABLE = [*OVERRIDES]
-if Version(vllm_version).release >= Version(launch_sites.SINCE).release:
+if Version(vllm_version).release >= Version(table.V2_SINCE).release:
     # A bool, which does not belong to a module.
     TABLE += [each for each in table.rows("v2") if each.qualname != "HAS_TRITON"]
 if Version(vllm_version).release >= Version("0.32").release:
@@ -92,20 +92,20 @@ def test_table_is_of_this_vllm() -> None:
 
 def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:
     targets = [each.compared if each.compared.endswith(".*") else each.target for each in OVERRIDES]
-    for each, said in zip(
+    for each, message in zip(
         OVERRIDES,
         walk(vllm_tree, [vllm_copy.edited(target, renamed=True) for target in targets]),
         strict=True,
     ):
-        assert f"override {each.name}: target " in said, each.name
-        assert " is missing: " in said
-        assert guard.ACCEPT not in said
-        assert "\n" not in said
+        assert f"override {each.name}: target " in message, each.name
+        assert " is missing: " in message
+        assert guard.ACCEPT not in message
+        assert "\n" not in message
 
 
 def test_changed_target_is_refused_with_both_fingerprints(vllm_tree: Path) -> None:
     targets = [each.compared or each.target for each in OVERRIDES]
-    for each, said in zip(
+    for each, message in zip(
         OVERRIDES,
         walk(vllm_tree, [vllm_copy.edited(target, renamed=False) for target in targets]),
         strict=True,
@@ -113,9 +113,9 @@ def test_changed_target_is_refused_with_both_fingerprints(vllm_tree: Path) -> No
         compared = each.compared or each.target
         # several may depend on it
         first = next(other for other in OVERRIDES if (other.compared or other.target) == compared)
-        assert f"override {first.name}: target {compared} has changed: found " in said, each.name
-        assert f"expected {' or '.join(each.sources.values())}" in said
-        assert "\n" not in said
+        assert f"override {first.name}: target {compared} has changed: found " in message, each.name
+        assert f"expected {' or '.join(each.sources.values())}" in message
+        assert "\n" not in message
 
 
 def test_unchanged_vllm_of_another_version_is_taken(
@@ -140,15 +140,15 @@ def test_importer_that_the_table_does_not_name_is_refused(
     monkeypatch.setattr(guard, "_applied", set())
     importer, module = ModuleType("vllm.somebody"), importlib.import_module(entry.module)
     value = getattr(module, entry.qualname)  # Only of this module: replacements may be shared.
-    importer.taken = functools.partial(value) if callable(value) else copy.copy(value)
-    monkeypatch.setattr(module, entry.qualname, importer.taken)
+    importer.imported = functools.partial(value) if callable(value) else copy.copy(value)
+    monkeypatch.setattr(module, entry.qualname, importer.imported)
     monkeypatch.setitem(sys.modules, "vllm.somebody", importer)
     with pytest.raises(extension.RefusedError) as refused:
         guard.override(entry.target, None)
     assert f"override {entry.name}: vllm.somebody has imported {entry.target} too" in str(
         refused.value
     )
-    assert getattr(importlib.import_module(entry.module), entry.qualname) is importer.taken
+    assert getattr(importlib.import_module(entry.module), entry.qualname) is importer.imported
 
 
 @pytest.mark.parametrize("entry", FUNCTIONS, ids=lambda entry: entry.name)
@@ -241,11 +241,11 @@ def test_difference_that_the_user_accepts_is_a_line(
     monkeypatch.setenv(guard.ACCEPT, "plain.one")
     guard.override("vllm.plain:one", len)
     assert plain_module.one is len
-    said = (
+    message = (
         f"override plain.one applied despite a mismatch ({guard.ACCEPT}):"
         f" {plain_module.problems['vllm.plain:one']}"
     )
-    assert log_lines == [("WARNING", said)]
+    assert log_lines == [("WARNING", message)]
     plain_module.problems["vllm.plain:TABLE"] = "target vllm.plain:TABLE is missing"
     monkeypatch.setenv(guard.ACCEPT, "plain.one,plain.TABLE,plain.on")
     with pytest.raises(extension.RefusedError, match=r"override plain.TABLE: .* is missing; fix: "):

@@ -11,8 +11,15 @@ from ascend_platform.attention.encoder import EncoderAttentionBackend
 from ascend_platform.attention.kv_cache import KVCachePair
 from ascend_platform.attention.latent import PagedLatentAttentionBackend
 from ascend_platform.extension import RefusedError
-from harness.latent_batches import LatentBatch, SparseLatentBatch
-from harness.paged_batches import IMAGE_REQUESTS, IMAGES, PagedBatch, Sizes, pairs, reference
+from harness.references.latent_batches import LatentBatch, SparseLatentBatch
+from harness.references.paged_batches import (
+    IMAGE_REQUESTS,
+    IMAGES,
+    PagedBatch,
+    Sizes,
+    pairs,
+    reference,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 
@@ -185,8 +192,10 @@ def test_cross_attention(num_decodes):
         output = torch.empty(starts[-1], heads, size, device="npu")
         queries = torch.randn(starts[-1], heads, size)
         layer.forward(None, queries.npu(), key, value, cache, meta, output)
-        own = zip(queries.split(counts), keys, values, strict=True)
-        expected = torch.cat([reference(q, k, v, size**-0.5, causal=False) for q, k, v in own])
+        per_request = zip(queries.split(counts), keys, values, strict=True)
+        expected = torch.cat(
+            [reference(q, k, v, size**-0.5, causal=False) for q, k, v in per_request]
+        )
         torch.testing.assert_close(output.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
     attend(slots.npu(), torch.cat(keys).npu(), torch.cat(values).npu())
@@ -206,13 +215,13 @@ def test_values_of_another_size_than_keys(window):
     def attend(new, rows, **options):
         meta = paged.PagedAttentionMetadata(
             block_table=table,
-            slot_mapping=torch.cat([own[new] for own in slots]).npu(),
+            slot_mapping=torch.cat([per_request[new] for per_request in slots]).npu(),
             causal=True,
             **options,
         )
         output, query = torch.empty(rows, 4, 16).npu(), torch.randn(rows, 4, 32)
-        own = (torch.cat([each[new] for each in both]).npu() for both in (keys, values))
-        layer.forward(None, query.npu(), *own, cache, meta, output)
+        per_request = (torch.cat([each[new] for each in both]).npu() for both in (keys, values))
+        layer.forward(None, query.npu(), *per_request, cache, meta, output)
         pairs = zip(query.split([rows // 2] * 2 if rows == 2 else lens), keys, values, strict=True)
         until = slice(None, new.stop)
         expected = [reference(q, k[until], v[until], 0.2, window) for q, k, v in pairs]

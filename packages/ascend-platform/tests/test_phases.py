@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascend_platform.config import model_runner, options
+from ascend_platform.config import model_runner
 from ascend_platform.errors import RefusedError
 from ascend_platform.observability import metrics
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import registry, slots
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 from vllm.config import CompilationMode
 
 
@@ -25,7 +25,6 @@ def process_state() -> dict[str, Any]:
         "directories": sorted(Path(tempfile.gettempdir()).glob("vllm-*")),
         "components": dict(registry._statuses),
         "slots": dict(slots._offers),
-        "options": dict(options._current),
         "metrics": len(metrics._configs),
         "runners": dict(model_runner._chosen),
     }

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.config import devices, model_runner
+from ascend_platform.config import devices, model_runner, runners
 from ascend_platform.errors import RefusedError
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import VARIABLES, requirements
-from ascend_platform.worker import runners
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 from packaging.version import Version
 from vllm.config import CompilationMode, CUDAGraphMode, KVTransferConfig
 from vllm.platforms import current_platform
@@ -63,7 +62,7 @@ def test_graphs_are_those_asked_for(model, asked, mode, graphs):
     )
 
 
-def test_graphs_are_refused_with_a_queue_that_cannot_be_captured(model, monkeypatch):
+def test_graphs_are_refused_if_the_queue_cannot_be_captured(model, monkeypatch):
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     with pytest.raises(
         ValueError,
@@ -73,7 +72,7 @@ def test_graphs_are_refused_with_a_queue_that_cannot_be_captured(model, monkeypa
     engine_config(model(), enforce_eager=True)
 
 
-def test_full_graphs_are_refused_where_each_launch_is_waited_for(model, monkeypatch):
+def test_full_graphs_are_refused_with_blocking_launches(model, monkeypatch):
     """A replay would wait for the graph, which waits for the step's sequence lengths, which are
     given after the launch."""
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
@@ -250,7 +249,7 @@ def test_memory_is_not_asked_of_a_process_without_device():
     assert NPUPlatform.get_device_name() == extension.chip().name
 
 
-def test_vllm_knows_the_family_s_environment_variables(monkeypatch):
+def test_vllm_knows_the_environment_variables_of_the_family(monkeypatch):
     for name in list(os.environ):
         if name.startswith("VLLM_"):
             monkeypatch.delenv(name)

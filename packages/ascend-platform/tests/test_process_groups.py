@@ -10,8 +10,8 @@ import pytest
 import torch
 from ascend_platform import extension
 from ascend_platform.worker import process_groups
-from harness import npus
-from harness.ports import free_port
+from harness.engines import npus
+from harness.engines.ports import free_port
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 SCRIPT = """
@@ -50,8 +50,8 @@ def test_exit_beside_a_rank_that_hangs_has_a_deadline() -> None:
 @pytest.mark.parametrize("executor", ["external_launcher", "mp"])
 @pytest.mark.parametrize("other", ["attention and states", "states"])
 def test_stages_without_attention_are_refused_by_the_launcher(executor, other, monkeypatch):
-    def gather(stages, own, group):
-        stages[:] = [other, own]
+    def gather(stages, rank_value, group):
+        stages[:] = [other, rank_value]
 
     monkeypatch.setattr(
         process_groups, "get_pp_group", lambda: SimpleNamespace(world_size=2, cpu_group=None)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform.ops import qkv_projection
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 from harness.models import small
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state

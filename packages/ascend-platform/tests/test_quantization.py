@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch_npu
 from ascend_platform import host
-from ascend_platform.config import options
 from ascend_platform.quantization import base
 from ascend_platform.quantization.formats import awq_gptq
 from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.schemes import SCHEMES
 from harness.models import quantize
 from harness.models.quantize import Spec
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 
 HALVES = [torch.float16, torch.bfloat16]
 IN, OUT = 256, 64
@@ -51,14 +50,16 @@ def described(spec):
 def drawn(spec, dtype, *, experts=0):
     """A random matrix (or one per expert), and its tensors in a ModelSlim checkpoint."""
     torch.manual_seed(0)
-    made = [
+    matrices = [
         quantize.matrix(torch.randn(OUT, IN) * 0.1 + 0.02, spec, dtype) for _ in range(experts or 1)
     ]
     inputs = torch.tensor(-1.5), torch.tensor(4.0)
-    stored = [quantize.of_ascend(own, torch.linspace(-1, 1, OUT), inputs, dtype) for own in made]
+    stored = [
+        quantize.of_ascend(matrix, torch.linspace(-1, 1, OUT), inputs, dtype) for matrix in matrices
+    ]
     names = SCHEMES[spec.scheme].stored(described(spec), "x")
     given = {name: torch.stack([each[name] for each in stored]).npu() for name in names}
-    return made, given if experts else {name: tensor[0] for name, tensor in given.items()}
+    return matrices, given if experts else {name: tensor[0] for name, tensor in given.items()}
 
 
 def quantized_inputs(x, spec, dtype):
@@ -88,7 +89,7 @@ def test_every_registered_scheme_is_compared_with_float64():
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_linear_layer(spec, dtype):
     scheme = SCHEMES[spec.scheme]
-    (own,), given = drawn(spec, dtype)
+    (matrix,), given = drawn(spec, dtype)
     if spec.inputs == "static" and dtype == torch.float16:  # as vLLM's parameter converts the bits
         given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(given, dtype, "x", True)
@@ -105,13 +106,13 @@ def test_linear_layer(spec, dtype):
     assert actual.dtype == dtype
     values = quantized_inputs(x, spec, dtype)
     bound = torch.finfo(dtype).eps
-    assert distance(actual, values @ own.numbers().T + bias.double()) < bound
+    assert distance(actual, values @ matrix.numbers().T + bias.double()) < bound
     changes = [wrong_scale] + [swapped] * (spec.bits == 4) + [no_zero] * (not spec.symmetric)
     for change in changes:  # Each of these errors is far above the bound.
-        assert distance(actual, values @ change(own).numbers().T + bias.double()) > 3 * bound
+        assert distance(actual, values @ change(matrix).numbers().T + bias.double()) > 3 * bound
     if spec.inputs == "static":
         shifted = values + (quantize.input_steps((torch.tensor(-1.5), torch.tensor(4.0)), dtype)[0])
-        assert distance(actual, shifted @ own.numbers().T + bias.double()) > bound
+        assert distance(actual, shifted @ matrix.numbers().T + bias.double()) > bound
         # For the other ranks, which do not add the bias.
         later = scheme.load(given, dtype, "x", False)
         assert not later["quant_bias"].any()
@@ -121,10 +122,10 @@ def test_linear_layer(spec, dtype):
     ("given", "form"),
     [({}, "FRACTAL_NZ"), ({"weight_nz": False}, "ND"), ({"weight_nz": True}, "FRACTAL_NZ")],
 )
-def test_weights_in_fractal_nz(monkeypatch, given, form):
-    monkeypatch.setitem(options._current, "platform", options.Platform(**given))
-    scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
-    with set_current_vllm_config(None):  # Tests of connectors keep one until the session's end.
+def test_weights_in_fractal_nz(given, form):
+    config = VllmConfig(additional_config={"ascend": {"platform": given}})
+    scheme, (matrix,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
+    with set_current_vllm_config(config):
         packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == form
     # Blocks of 32 do not divide 48.
@@ -133,7 +134,7 @@ def test_weights_in_fractal_nz(monkeypatch, given, form):
     x = torch.randn(5, IN).half()
     actual = scheme.apply(x.npu(), packed, None)
     assert (
-        distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T)
+        distance(actual, quantized_inputs(x, matrix.spec, torch.float16) @ matrix.numbers().T)
         < torch.finfo(torch.float16).eps
     )
 
@@ -141,7 +142,7 @@ def test_weights_in_fractal_nz(monkeypatch, given, form):
 def test_rows_of_a_310p_are_in_fractal_nz(monkeypatch):
     """npu_quant_matmul's documentation: there a matrix is transposed before it is cast."""
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
-    scheme, (own,), tensors = SCHEMES["W8A8"], *drawn(Spec(8, "static"), torch.float16)
+    scheme, (matrix,), tensors = SCHEMES["W8A8"], *drawn(Spec(8, "static"), torch.float16)
     tensors["deq_scale"] = tensors["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == "FRACTAL_NZ"
@@ -151,13 +152,13 @@ def test_rows_of_a_310p_are_in_fractal_nz(monkeypatch):
     assert torch_npu.get_npu_format(narrow).name == "ND"
     assert (narrow.stride(), narrow.data_ptr()) == ((1, 48), rows.data_ptr())
     x, bias = torch.randn(5, IN).half(), torch.linspace(-1, 1, OUT).half()
-    exact = quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T + bias.double()
+    exact = quantized_inputs(x, matrix.spec, torch.float16) @ matrix.numbers().T + bias.double()
     assert distance(scheme.apply(x.npu(), packed, None), exact) < torch.finfo(torch.float16).eps
 
 
 def test_updated_weights_stay_in_fractal_nz():
     """A reload copies a layer's new tensors into its parameters (vLLM's ``layerwise.py``)."""
-    scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
+    scheme, (matrix,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
     packed = scheme.load(
         tensors | {"weight": torch.zeros_like(tensors["weight"])}, torch.float16, "x", True
     )
@@ -171,23 +172,26 @@ def test_updated_weights_stay_in_fractal_nz():
     x = torch.randn(5, IN).half()
     actual = scheme.apply(x.npu(), packed, None)
     assert (
-        distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T)
+        distance(actual, quantized_inputs(x, matrix.spec, torch.float16) @ matrix.numbers().T)
         < torch.finfo(torch.float16).eps
     )
 
 
-def wrong_scale(own):
-    return quantize.Matrix(own.spec, own.values, own.scale * 1.1, own.zero)
+def wrong_scale(matrix):
+    return quantize.Matrix(matrix.spec, matrix.values, matrix.scale * 1.1, matrix.zero)
 
 
-def swapped(own):
+def swapped(matrix):
     return quantize.Matrix(
-        own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero
+        matrix.spec,
+        matrix.values.unflatten(1, (-1, 2)).flip(-1).flatten(1),
+        matrix.scale,
+        matrix.zero,
     )
 
 
-def no_zero(own):
-    return quantize.Matrix(own.spec, own.values, own.scale, own.zero * 0)
+def no_zero(matrix):
+    return quantize.Matrix(matrix.spec, matrix.values, matrix.scale, matrix.zero * 0)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -195,7 +199,7 @@ def no_zero(own):
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7]], ids=str)
 def test_experts(spec, dtype, counts):
     scheme = SCHEMES[spec.scheme]
-    made, given = drawn(spec, dtype, experts=len(counts))
+    matrices, given = drawn(spec, dtype, experts=len(counts))
     packed = scheme.pack(scheme.checked(scheme.read(given), "x"), dtype)
     assert set(packed) == set(scheme.packed)
     down = scheme.pack_down(scheme.checked(scheme.read(given), "x"), dtype)
@@ -207,7 +211,7 @@ def test_experts(spec, dtype, counts):
         quantized_inputs(x, spec, dtype),
         torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)),
     )
-    numbers = torch.stack([own.numbers() for own in made])
+    numbers = torch.stack([matrix.numbers() for matrix in matrices])
     assert (
         distance(actual, torch.einsum("mk,mnk->mn", values, numbers[expert]))
         < torch.finfo(dtype).eps
@@ -227,27 +231,27 @@ def test_experts(spec, dtype, counts):
         (32, False, "ND"),
     ],
 )
-def test_swiglu_of_int8_experts(monkeypatch, inner, weight_nz, form):
-    platform = options.Platform(weight_nz=weight_nz)
-    monkeypatch.setitem(options._current, "platform", platform)
+def test_swiglu_of_int8_experts(inner, weight_nz, form):
+    given = {"ascend": {"platform": {"weight_nz": weight_nz}}}
+    config = VllmConfig(additional_config=given)
     scheme, dtype = SCHEMES["W8A8_DYNAMIC"], torch.float16
     torch.manual_seed(1)
     matrices = []
     for out, inputs in ((2 * inner, IN), (OUT, inner)):
-        made = [
+        weight_matrices = [
             quantize.matrix(torch.randn(out, inputs) * 0.1, Spec(8, "dynamic"), dtype)
             for _ in range(2)
         ]
         stored = base.Quantized(
             *(
-                torch.stack([getattr(own, n) for own in made]).npu()
+                torch.stack([getattr(matrix, n) for matrix in weight_matrices]).npu()
                 for n in ("values", "scale", "zero")
             )
         )
-        with set_current_vllm_config(None):
+        with set_current_vllm_config(config):
             packed = scheme.pack(scheme.checked(stored, "x"), dtype)
         assert torch_npu.get_npu_format(packed["weight"]).name == form
-        matrices.append((torch.stack([own.numbers() for own in made]), packed))
+        matrices.append((torch.stack([matrix.numbers() for matrix in weight_matrices]), packed))
     x, expert = torch.randn(6, IN).to(dtype), torch.tensor([0, 0, 1, 1, 1, 1])
     (first, first_packed), (second, second_packed) = matrices
     actual = scheme.swiglu(first_packed, second_packed, x.npu(), torch.tensor([2, 4]).npu())
@@ -264,16 +268,16 @@ def test_swiglu_of_int8_experts(monkeypatch, inner, weight_nz, form):
     "spec", [Spec(8, symmetric=False), Spec(4, group=32, symmetric=False), Spec(4)], ids=str
 )
 def test_packed_words_of_compressed_tensors(spec):
-    own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
-    found = reader(spec.bits)(
+    matrix = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
+    result = reader(spec.bits)(
         {
             name: tensor.npu()
-            for name, tensor in quantize.of_compressed(own, None, torch.float16).items()
+            for name, tensor in quantize.of_compressed(matrix, None, torch.float16).items()
         }
     )
-    assert torch.equal(found.weight.cpu(), own.values)
-    assert torch.equal(found.scale.cpu(), own.scale)
-    assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
+    assert torch.equal(result.weight.cpu(), matrix.values)
+    assert torch.equal(result.scale.cpu(), matrix.scale)
+    assert spec.symmetric or torch.equal(result.zero_point.cpu(), matrix.zero)
 
 
 @pytest.mark.parametrize(
@@ -289,45 +293,45 @@ def test_packed_words_of_compressed_tensors(spec):
     ids=str,
 )
 def test_packed_words_of_awq_and_gptq(form, spec):
-    own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
+    matrix = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
     if form == "awq":
-        given, read = quantize.of_awq(own, torch.float16), awq_gptq.read_awq
+        given, read = quantize.of_awq(matrix, torch.float16), awq_gptq.read_awq
     else:
-        given = quantize.of_gptq(own, torch.float16, second=form == "gptq_v2")
+        given = quantize.of_gptq(matrix, torch.float16, second=form == "gptq_v2")
         offset = 0 if form == "gptq_v2" else awq_gptq.ONES[spec.bits]
         read = functools.partial(
             awq_gptq.read_gptq, bits=spec.bits, symmetric=spec.symmetric, offset=offset
         )
-    found = read({name: tensor.npu() for name, tensor in given.items()})
-    assert torch.equal(found.weight.cpu(), own.values)
-    assert torch.equal(found.scale.cpu().float(), own.scale)
-    assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
+    result = read({name: tensor.npu() for name, tensor in given.items()})
+    assert torch.equal(result.weight.cpu(), matrix.values)
+    assert torch.equal(result.scale.cpu().float(), matrix.scale)
+    assert spec.symmetric or torch.equal(result.zero_point.cpu(), matrix.zero)
     # experts
     several = read({name: torch.stack((tensor, tensor)).npu() for name, tensor in given.items()})
-    assert torch.equal(several.weight[1], found.weight)
+    assert torch.equal(several.weight[1], result.weight)
 
 
 def test_first_gptq_format_with_zeros_of_0():
     """GPTQModel subtracts 1 from a word of eight zeros at once, which borrows from the next where a
     zero is 0."""
     zero = torch.tensor([[-8.0, 3, -8, -8, 0, 7, -8, 5]]).T
-    own = quantize.Matrix(
+    matrix = quantize.Matrix(
         Spec(4, symmetric=False), torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), zero
     )
-    found = awq_gptq.read_gptq(
-        quantize.of_gptq(own, torch.float16), bits=4, symmetric=False, offset=awq_gptq.ONES[4]
+    result = awq_gptq.read_gptq(
+        quantize.of_gptq(matrix, torch.float16), bits=4, symmetric=False, offset=awq_gptq.ONES[4]
     )
-    assert torch.equal(found.zero_point, zero)
+    assert torch.equal(result.zero_point, zero)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_rank_with_a_single_group_has_scales_per_channel(dtype):
     """CANN takes only group sizes below the number of inputs; the emulator refuses others."""
     spec = Spec(4, group=IN, symmetric=False)
-    (own,), given = drawn(spec, dtype)
+    (matrix,), given = drawn(spec, dtype)
     packed = SCHEMES[spec.scheme].load(given, dtype, "x", True)
     x = torch.randn(5, IN).to(dtype)
     assert (
-        distance(SCHEMES[spec.scheme].apply(x.npu(), packed, None), x.double() @ own.numbers().T)
+        distance(SCHEMES[spec.scheme].apply(x.npu(), packed, None), x.double() @ matrix.numbers().T)
         < torch.finfo(dtype).eps
     )

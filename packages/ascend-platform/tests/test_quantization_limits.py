@@ -63,7 +63,7 @@ def test_groups_that_a_rank_has_in_part_are_refused(experts, cure):
 def test_too_large_matrices_are_refused_before_loading(method, inputs, parts):
     """Gemma-2-27B has 73,728 outputs in a layer."""
     scheme = SCHEMES["W8A8_DYNAMIC"]
-    own = (
+    linear_method = (
         method(scheme, scheme.stored({}, "x"), "x")
         if method is ModelSlimLinearMethod
         else method(None, "x")
@@ -76,7 +76,7 @@ def test_too_large_matrices_are_refused_before_loading(method, inputs, parts):
         ),
     )
     with pytest.raises(ValueError, match=named):
-        own.create_weights(
+        linear_method.create_weights(
             layer=layer,
             input_size_per_partition=inputs,
             output_partition_sizes=parts,
@@ -89,6 +89,8 @@ def test_too_large_matrices_are_refused_before_loading(method, inputs, parts):
 
 
 def test_asymmetric_weights_with_quantized_inputs_are_refused():
-    own = base.Quantized(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(2, 1))
+    parameters = base.Quantized(
+        torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), torch.ones(2, 1)
+    )
     with pytest.raises(ValueError, match="x is W8A8_DYNAMIC with asymmetric weights"):
-        SCHEMES["W8A8_DYNAMIC"].checked(own, "x")
+        SCHEMES["W8A8_DYNAMIC"].checked(parameters, "x")

@@ -16,7 +16,7 @@ from ascend_platform.quantization.common import DESCRIPTION, NAME
 from ascend_platform.quantization.formats import modelslim
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 from harness.models import small as small_models
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.models.utils import get_draft_quant_config
@@ -50,7 +50,7 @@ def test_quantized_weights_of_unquantized_layers_are_refused():
     description |= {f"{layer}.compressor.norm.weight": "FLOAT"}
     config = modelslim.ModelSlimConfig(description)
     config._asked |= {f"{layer}.o_proj", "model.layers.0.mlp.experts"}
-    made = torch.nn.Module()
+    module = torch.nn.Module()
     for path in (
         "model",
         "model.layers",
@@ -60,16 +60,16 @@ def test_quantized_weights_of_unquantized_layers_are_refused():
         "model.layers.0.mlp",
     ):
         parent, _, name = path.rpartition(".")
-        made.get_submodule(parent).add_module(name, torch.nn.Module())
+        module.get_submodule(parent).add_module(name, torch.nn.Module())
     with pytest.raises(
         ValueError,
         match=(
             r"compressor\.wkv\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
         ),
     ):
-        config.check_loaded(made)
+        config.check_loaded(module)
     config.description[f"{layer}.compressor.wkv.weight"] = "FLOAT"
-    config.check_loaded(made)
+    config.check_loaded(module)
 
 
 def test_layers_of_a_draft_model_have_schemes():
@@ -100,20 +100,20 @@ def test_quantized_indexer_weights_are_refused_before_loading(name):
 def test_modelslim_drafter_is_detected(model, tmp_path):
     drafter = tmp_path / "eagle3"
     drafter.mkdir()
-    own = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
-    config = small_models.TINY | own | {"num_hidden_layers": 1}
+    drafter_config = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+    config = small_models.TINY | drafter_config | {"num_hidden_layers": 1}
     (drafter / "config.json").write_text(json.dumps(config))
     names = [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"]
     description = {"group_size": 0} | dict.fromkeys(names, "W8A8_DYNAMIC") | {"fc.weight": "FLOAT"}
     (drafter / DESCRIPTION).write_text(json.dumps(description))
     drafts = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
     target = model()
-    found = engine_config(target, speculative_config=drafts)
-    assert found.model_config.quantization is None
-    draft = found.speculative_config.draft_model_config
+    result = engine_config(target, speculative_config=drafts)
+    assert result.model_config.quantization is None
+    draft = result.speculative_config.draft_model_config
     assert draft.quantization == NAME
     draft.hf_config.target_layer_count = 2  # vLLM's model sets it, and numbers its layer so.
-    config = get_draft_quant_config(found)
+    config = get_draft_quant_config(result)
     layer = QKVParallelLinear.__new__(QKVParallelLinear)
     method = config.get_quant_method(layer, "model.layers.2.self_attn.qkv_proj")
     assert method.scheme.name == "W8A8_DYNAMIC"
@@ -241,9 +241,9 @@ def test_unsupported_compressed_tensors_are_refused_in_one_line(model, config, n
     with pytest.raises(ValueError, match=rf"compressed-tensors asks for [^\n]*{named}"):
         engine_config(model(quantization_config=config))
     # The weights include this one.
-    others = compressed(INT4, transform_config=transforms("weight_input"))
-    found = engine_config(model(quantization_config=others))
-    assert found.model_config.quantization == "compressed-tensors"
+    with_transforms = compressed(INT4, transform_config=transforms("weight_input"))
+    result = engine_config(model(quantization_config=with_transforms))
+    assert result.model_config.quantization == "compressed-tensors"
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -286,8 +286,8 @@ def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked
     tensors = {"model.layers.0.mlp.down_proj.qweight": torch.zeros(1, dtype=torch.int32)}
     path = model(quantization_config=config)
     safetensors.torch.save_file(tensors, f"{path}/model.safetensors")
-    found = engine_config(path, quantization=asked)
-    assert found.model_config.quantization == f"auto_{config['quant_method']}"
+    result = engine_config(path, quantization=asked)
+    assert result.model_config.quantization == f"auto_{config['quant_method']}"
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
     with pytest.raises(
         ValueError, match=f"W{config['bits']}A16, which are supported on .* this NPU is Ascend310P3"
@@ -295,7 +295,7 @@ def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked
         engine_config(path)
 
 
-def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypatch, tmp_path):
+def test_vllm_without_a_name_serves_only_unquantized_models(model, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
     monkeypatch.delattr(quantization.formats, "modelslim", raising=False)
     quantization.register.cache_clear()
@@ -321,8 +321,8 @@ def test_other_methods_are_refused_by_name(model):
     with pytest.raises(
         ValueError,
         match=(
-            "methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4; the model"
-            " has 'fbgemm_fp8'"
+            "methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4,"
+            " deepseek_v4_fp8; the model has 'fbgemm_fp8'"
         ),
     ):
         engine_config(

@@ -6,6 +6,7 @@ single layers, and what is refused."""
 import json
 from types import SimpleNamespace
 
+import ascend_platform.ops.gemma_layernorm
 import ascend_platform.ops.layernorm  # noqa: F401
 import pytest
 import torch
@@ -66,8 +67,8 @@ def load(module, tensors):
 
 def drawn(spec, bias, dtype):
     """A random matrix, and its tensors in a ModelSlim checkpoint."""
-    own = quantize.matrix(torch.randn(OUT, IN) * 0.1, spec, dtype)
-    return own, quantize.of_ascend(own, bias, RANGE, dtype)
+    matrix = quantize.matrix(torch.randn(OUT, IN) * 0.1, spec, dtype)
+    return matrix, quantize.of_ascend(matrix, bias, RANGE, dtype)
 
 
 def rounded(x, spec, dtype):
@@ -90,7 +91,7 @@ def distance(actual, expected):
 def test_bias_is_added_once(spec, skipped, dtype):
     """With skip_bias_add, as in Falcon, the caller adds it."""
     bias = torch.linspace(-1, 1, OUT).to(dtype)
-    own, tensors = drawn(spec, bias, dtype)
+    matrix, tensors = drawn(spec, bias, dtype)
     options = {"quant_config": ModelSlimConfig({"x.weight": spec.scheme}), "prefix": "x"}
     options |= {"skip_bias_add": skipped, "params_dtype": dtype}
     layer = build(lambda: ReplicatedLinear(IN, OUT, **options), options["quant_config"], dtype)
@@ -98,7 +99,7 @@ def test_bias_is_added_once(spec, skipped, dtype):
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     product, added = layer(x.npu())
     assert (added is not None) == skipped
-    exact = rounded(x, spec, dtype) @ own.numbers().T + bias.double()
+    exact = rounded(x, spec, dtype) @ matrix.numbers().T + bias.double()
     assert distance(product if added is None else product + added, exact) < torch.finfo(dtype).eps
 
 
@@ -106,16 +107,16 @@ def test_bias_is_added_once(spec, skipped, dtype):
 def test_biases_that_only_the_checkpoint_has(scheme):
     """ModelSlim undoes the bias of a norm by one in the layers that read it (anti-outlier)."""
     dtype, bias = torch.float16, torch.linspace(-1, 1, OUT).half()
-    own, tensors = drawn(Spec(8, "dynamic"), None, dtype)
+    matrix, tensors = drawn(Spec(8, "dynamic"), None, dtype)
     if scheme == "FLOAT":
-        tensors = {"weight": own.numbers().to(dtype)}
+        tensors = {"weight": matrix.numbers().to(dtype)}
     config = ModelSlimConfig({"x.weight": scheme, "x.bias": "FLOAT"})
     options = {"bias": False, "quant_config": config, "prefix": "x", "return_bias": False}
     layer = build(lambda: ReplicatedLinear(IN, OUT, params_dtype=dtype, **options), config)
     load(layer, tensors | {"bias": bias})
     x = torch.randn(5, IN).to(dtype)
     values = x.double() if scheme == "FLOAT" else rounded(x, Spec(8, "dynamic"), dtype)
-    exact = values @ own.numbers().T + bias.double()
+    exact = values @ matrix.numbers().T + bias.double()
     assert distance(layer(x.npu()), exact) < torch.finfo(dtype).eps
 
 
@@ -146,12 +147,12 @@ def test_biases_of_norms_are_added(residual, of):
     total = x.double() if residual is None else x.double() + residual
     exact = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     more = [] if residual is None else [residual.half().npu()]
-    made = [each(x.npu(), *more) for each in (norm, other)]
+    layers = [each(x.npu(), *more) for each in (norm, other)]
     if residual is not None:
-        assert distance(made[0][1], total) < 1e-3
-        made = [each[0] for each in made]
-    assert distance(made[0], exact + bias.double()) < 1e-3
-    assert distance(made[1], exact) < 1e-3
+        assert distance(layers[0][1], total) < 1e-3
+        layers = [each[0] for each in layers]
+    assert distance(layers[0], exact + bias.double()) < 1e-3
+    assert distance(layers[1], exact) < 1e-3
 
 
 @pytest.mark.parametrize("reader", ["gate", "kv_b_proj"])
@@ -191,7 +192,10 @@ def group(targets, weights, inputs=None):
 
 def compressed(*groups, form="pack-quantized"):
     return NPUCompressedTensorsConfig.from_config(
-        {"format": form, "config_groups": {str(number): own for number, own in enumerate(groups)}}
+        {
+            "format": form,
+            "config_groups": {str(number): matrix for number, matrix in enumerate(groups)},
+        }
     )
 
 
@@ -222,8 +226,8 @@ def test_static_inputs_of_a_layer_of_that_name_without_mla(tmp_path):
     config = VllmConfig(model_config=ModelConfig(str(tmp_path), skip_tokenizer_init=True))
     layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
     with set_current_vllm_config(config):
-        made = ModelSlimConfig({"self_attn.kv_b_proj.weight": STATIC})
-        assert made.get_quant_method(layer, "self_attn.kv_b_proj").scheme.name == STATIC
+        described = ModelSlimConfig({"self_attn.kv_b_proj.weight": STATIC})
+        assert described.get_quant_method(layer, "self_attn.kv_b_proj").scheme.name == STATIC
 
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -253,9 +257,9 @@ GPTQ = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}
     ],
 )
 def test_rules_of_gptq_for_parts_of_a_fused_layer(rule, scheme, group_size, symmetric):
-    found = method(NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r".*\.[qkv]_proj": rule}}))
-    assert (found.scheme.name, found.group_size) == (scheme, group_size)
-    assert found.read.keywords["symmetric"] is symmetric
+    result = method(NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r".*\.[qkv]_proj": rule}}))
+    assert (result.scheme.name, result.group_size) == (scheme, group_size)
+    assert result.read.keywords["symmetric"] is symmetric
     config = NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r"-:.*\.[qkv]_proj": {}}})
     assert type(method(config)).__name__ == "UnquantizedLinearMethod"
     one = NPUGPTQConfig.from_config(GPTQ | {"dynamic": {r"+:.*\.v_proj": rule}})
@@ -265,7 +269,9 @@ def test_rules_of_gptq_for_parts_of_a_fused_layer(rule, scheme, group_size, symm
 
 def test_zeros_of_awq_are_read():
     """As AutoAWQ's kernels do, also with ``zero_point`` false."""
-    own = quantize.matrix(torch.randn(OUT, IN) + 0.3, Spec(4, group=64, symmetric=False), HALVES[0])
+    matrix = quantize.matrix(
+        torch.randn(OUT, IN) + 0.3, Spec(4, group=64, symmetric=False), HALVES[0]
+    )
     config = NPUAWQConfig.from_config({"bits": 4, "group_size": 64, "zero_point": False})
-    found = method(config).read(quantize.of_awq(own, HALVES[0]))
-    assert torch.equal(found.zero_point, own.zero)
+    result = method(config).read(quantize.of_awq(matrix, HALVES[0]))
+    assert torch.equal(result.zero_point, matrix.zero)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 
-def test_ray_worker_replaces_another_machine_s_directory(tmp_path):
+def test_ray_worker_replaces_the_directory_of_another_machine(tmp_path):
     script = (
         "import os, sys; sys.modules['ray'] = None; from ascend_platform.process import sockets; "
     )

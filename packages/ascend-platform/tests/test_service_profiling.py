@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import yaml
+from ascend_platform.config import runners
 from ascend_platform.observability import service_profiling
 from ascend_platform.observability.service_profiling import SWITCH, symbols
-from ascend_platform.worker import runners
 from packaging.version import Version
 from vllm import __version__
 
@@ -41,12 +41,12 @@ def file_of(home):
 @pytest.mark.parametrize("each", symbols(), ids=lambda each: each.symbol)
 def test_the_functions_are_there(each):
     module, _, names = each.symbol.partition(":")
-    found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
-    assert inspect.isfunction(found)
+    function = functools.reduce(getattr, names.split("."), importlib.import_module(module))
+    assert inspect.isfunction(function)
 
 
 def test_each_runner_that_engines_may_have_is_measured():
-    runner = "ascend_platform.worker.{}.runner:NPUModelRunner.execute_model"
+    runner = "ascend_platform.runners.{}.runner:NPUModelRunner.execute_model"
     measured = {each.symbol for each in symbols()}
     assert (runner.format("v1") in measured) == runners.has_v1()
     assert (runner.format("v2") in measured) == (Version(__version__) >= Version("0.33"))
@@ -54,14 +54,14 @@ def test_each_runner_that_engines_may_have_is_measured():
 
 def test_the_file_says_what_to_time(home, tool):
     service_profiling.register()
-    found = yaml.safe_load(file_of(home).read_text())
-    assert [each["symbol"] for each in found] == [each.symbol for each in symbols()]
-    assert found[0] == {
+    contents = yaml.safe_load(file_of(home).read_text())
+    assert [each["symbol"] for each in contents] == [each.symbol for each in symbols()]
+    assert contents[0] == {
         "symbol": "vllm.v1.core.sched.scheduler:Scheduler.schedule",
         "handler": "msserviceprofiler.vllm_profiler.vllm_v1.batch_hookers:schedule",
         "name": "batchFrameworkProcessing",
     }
-    assert {"symbol", "domain", "name"} == set(found[-1])
+    assert {"symbol", "domain", "name"} == set(contents[-1])
 
 
 def test_a_changed_file_stays(home, tool):

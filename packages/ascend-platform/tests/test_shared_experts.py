@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 GRAPHS = 8  # Whether the pool is wrong depends on the progress of torch_npu's task queue.
 
 
-def test_tensors_of_a_captured_step_are_in_the_graph_s_pool() -> None:
+def test_tensors_of_a_captured_step_are_in_the_graph_pool() -> None:
     """torch_npu's allocator takes the pool of a stream that is captured already, and its task queue
     runs behind."""
     config = VllmConfig(additional_config={"ascend": {"platform": {"shared_experts_stream": True}}})

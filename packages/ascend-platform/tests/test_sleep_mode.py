@@ -18,7 +18,7 @@ from ascend_platform.plugins import slots
 from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
 from ascend_platform.worker.worker import NPUWorker
-from harness import npus
+from harness.engines import npus
 
 NZ, ND = 29, 2
 BIG = 12 << 20  # Bytes, with a separate segment of the caching allocator.
@@ -129,10 +129,10 @@ def test_wake_up_without_free_memory_can_be_repeated(worker):
     before = values(model)
     backend.suspend(1)
     free, _ = torch.npu.mem_get_info()
-    taken = virtual_memory.Segment(free - (6 << 20), torch.npu.current_device(), "other")
+    segment = virtual_memory.Segment(free - (6 << 20), torch.npu.current_device(), "other")
     with pytest.raises(torch.OutOfMemoryError):
         backend.resume(["weights"])
-    taken.unmap()
+    segment.unmap()
     backend.resume()
     torch.testing.assert_close(values(model), before, rtol=0, atol=0)
 
@@ -279,11 +279,11 @@ if sys.argv[1] == "exit":
 
 def test_memory_that_another_process_takes_does_not_undo_sleep(worker, monkeypatch, log_lines):
     """Such as a trainer on the same NPU; here this process, as soon as the memory is free."""
-    taken, free = [], worker.backend._memory.free
+    segments, free = [], worker.backend._memory.free
 
     def free_and_take(tag):
         free(tag)
-        taken.append(torch.empty(8 * BIG, dtype=torch.uint8, device="npu"))
+        segments.append(torch.empty(8 * BIG, dtype=torch.uint8, device="npu"))
 
     monkeypatch.setattr(worker.backend._memory, "free", free_and_take)
     whole = NPUWorker.__new__(NPUWorker)
@@ -300,29 +300,31 @@ def test_memory_that_another_process_takes_does_not_undo_sleep(worker, monkeypat
     ((level, line),) = log_lines
     assert (level, "has less free memory than before" in line) == ("WARNING", True)
     assert worker.backend.state() == "SUSPENDED"
-    taken.clear()
+    segments.clear()
     torch.npu.empty_cache()
     whole.wake_up()
     torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
 
 
 def test_all_components_are_told(monkeypatch):
-    told = []
+    calls = []
     monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setattr(
-        sleep_mode, "resolve_obj_by_qualname", lambda name: lambda state: told.append((name, state))
+        sleep_mode,
+        "resolve_obj_by_qualname",
+        lambda name: lambda state: calls.append((name, state)),
     )
     slots.offer("worker.awake", "weights.awake")
     slots.offer("worker.awake.kv_connector", "kv.awake")
     sleep_mode.notify_awake(False)
-    assert told == [("weights.awake", False), ("kv.awake", False)]
+    assert calls == [("weights.awake", False), ("kv.awake", False)]
 
 
 def test_components_are_awake_after_another_has_refused(worker, monkeypatch):
-    told = []
+    calls = []
 
     def awake(name, state):
-        told.append((name, state))
+        calls.append((name, state))
         if name == "kv.awake" and not state:
             raise RefusedError("the KV cache is still being read")
 
@@ -335,8 +337,8 @@ def test_components_are_awake_after_another_has_refused(worker, monkeypatch):
     before, in_use = values(worker.model), used()
     with pytest.raises(RefusedError, match="is still being read"):
         worker.backend.suspend(1)
-    assert told[:2] == [("weights.awake", False), ("kv.awake", False)]
-    assert told[2:] == [("weights.awake", True), ("kv.awake", True)]
+    assert calls[:2] == [("weights.awake", False), ("kv.awake", False)]
+    assert calls[2:] == [("weights.awake", True), ("kv.awake", True)]
     torch.testing.assert_close(values(worker.model), before, rtol=0, atol=0)
     assert used() <= in_use
     assert worker.backend.state() == "RUNNING"

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ascend_platform.attention import state_cache
 from ascend_platform.extension import GatedDeltaInputs
-from ascend_platform.kernels.states import causal_conv, gated_delta, selective_scan
-from harness import npus
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from ascend_platform.state_layers import state_cache
+from ascend_platform.state_layers.kernels import causal_conv, gated_delta, selective_scan
+from harness.engines import npus
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 LENGTHS = [1, 5, 64, 130, 2]
 FLOAT32 = 2e-5
@@ -36,8 +36,8 @@ def bound_of_chunks(decay):
     return FLOAT32 + 64 * decay * 2**-24
 
 
-def error(found, expected):
-    return (found.cpu().double() - expected).abs().max()
+def error(result, expected):
+    return (result.cpu().double() - expected).abs().max()
 
 
 def delta_rule(q, k, v, g, beta, state):
@@ -200,10 +200,10 @@ def convolution(inputs, weight, bias, history):
     """Of one request; ``[tokens, channels]``, in float64, after `history`."""
     rows = torch.cat((history, inputs))
     width = weight.shape[1]
-    found = torch.stack(
+    result = torch.stack(
         [(rows[t : t + width].T * weight).sum(1) + bias for t in range(len(inputs))]
     )
-    return F.silu(found), rows[len(rows) - width + 1 :]
+    return F.silu(result), rows[len(rows) - width + 1 :]
 
 
 def test_convolutions_of_prefills_and_decodes():
@@ -211,7 +211,7 @@ def test_convolutions_of_prefills_and_decodes():
     weight, bias, pool = torch.randn(8, 4), torch.randn(8), torch.randn(7, 8, 3)
     states, blocks = pool.npu(), torch.tensor([3, 1, 5, 6, 2])
     x, known = torch.randn(sum(LENGTHS), 8), torch.tensor([True, False, True, True, False])
-    found = causal_conv.causal_conv1d_fn(
+    actual = causal_conv.causal_conv1d_fn(
         x.T.npu(),
         weight.npu(),
         bias.npu(),
@@ -225,18 +225,18 @@ def test_convolutions_of_prefills_and_decodes():
     for row, part in enumerate(requests(LENGTHS)):
         history = pool[blocks[row]].T.double() * known[row]
         expected, last = convolution(x[part].double(), weight.double(), bias.double(), history)
-        assert error(found.T[part], expected) < FLOAT32
+        assert error(actual.T[part], expected) < FLOAT32
         assert error(states[blocks[row]].T, last) < FLOAT32
         kept.append(last)
     following = torch.randn(len(LENGTHS), 8)
-    found = causal_conv.causal_conv1d_update(
+    actual = causal_conv.causal_conv1d_update(
         following.npu(), states, weight.npu(), bias.npu(), "silu", blocks.npu()
     )
     for row, last in enumerate(kept):
         expected, after = convolution(
             following[row : row + 1].double(), weight.double(), bias.double(), last
         )
-        assert error(found[row], expected[0]) < FLOAT32
+        assert error(actual[row], expected[0]) < FLOAT32
         assert error(states[blocks[row]].T, after) < FLOAT32
     assert torch.equal(states[0].cpu(), pool[0])
 
@@ -246,7 +246,7 @@ def test_draft_convolutions_begin_after_the_accepted_tokens():
     weight, bias, pool = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8, 5)
     lengths, accepted, blocks = [3, 2], [2, 1], torch.tensor([[3], [1]]).expand(2, 3)
     states, x = pool.npu(), torch.randn(sum(lengths), 8)
-    found = causal_conv.causal_conv1d_update(
+    actual = causal_conv.causal_conv1d_update(
         x.npu(),
         states,
         weight.npu(),
@@ -260,7 +260,7 @@ def test_draft_convolutions_begin_after_the_accepted_tokens():
     for row, part in enumerate(requests(lengths)):
         history = pool[blocks[row, 0], :, accepted[row] - 1 : accepted[row] + 2].T.double()
         expected, _ = convolution(x[part].double(), weight.double(), bias.double(), history)
-        assert error(found[part], expected) < FLOAT32
+        assert error(actual[part], expected) < FLOAT32
         rows = torch.cat((history, x[part].double()))[1:]
         assert error(states[blocks[row, 0]].T[: len(rows)], rows) < FLOAT32
 
@@ -313,7 +313,7 @@ def test_scans_of_mamba_2(into_cache):
         # The last token again as a decode, from the same state.
     whole = a[:, None, None].expand(heads, size, width)
     first = [part.start for part in requests(LENGTHS)]
-    found = torch.empty(len(first), heads, size).npu()
+    actual = torch.empty(len(first), heads, size).npu()
     selective_scan.selective_state_update(
         pool,
         x[first].npu(),
@@ -325,7 +325,7 @@ def test_scans_of_mamba_2(into_cache):
         dt_bias=bias[:, None].expand(-1, size).npu(),
         dt_softplus=True,
         state_batch_indices=torch.tensor([1, 2, 3, 4, 0]).npu(),
-        out=found,
+        out=actual,
     )
     for row in range(len(first) - 1):
         one = slice(first[row], first[row] + 1)
@@ -333,7 +333,7 @@ def test_scans_of_mamba_2(into_cache):
             x[one], dt[one] + bias, a[:, None, None], b[one], c[one], before[row + 1]
         )
         assert (
-            error(found[row], expected[0] + x[one][0].double() * d[:, None].double()) < FLOAT32 * 5
+            error(actual[row], expected[0] + x[one][0].double() * d[:, None].double()) < FLOAT32 * 5
         )
         assert error(pool[row + 1], state) < FLOAT32
     assert torch.equal(pool[0].cpu(), before[0])
@@ -369,7 +369,7 @@ def test_scans_of_mamba_1():
     )
     pool, known = torch.randn(7, channels, width), torch.tensor([True, False, True, True, False])
     states, blocks = pool.npu(), torch.tensor([3, 1, 5, 6, 2])
-    found = selective_scan.selective_scan_fn(
+    actual = selective_scan.selective_scan_fn(
         *(each.npu() for each in (x.T, states, dt.T, a, b.T, c.T, d, z.T, bias)),
         True,
         query_start_loc=starts(LENGTHS).npu(),
@@ -382,7 +382,7 @@ def test_scans_of_mamba_1():
             x[part][..., None], dt[part] + bias, a[:, None], b[part, None], c[part, None], before
         )
         expected = (expected[..., 0] + x[part].double() * d.double()) * F.silu(z[part].double())
-        assert error(found.T[part], expected) < FLOAT32 * 5
+        assert error(actual.T[part], expected) < FLOAT32 * 5
         assert error(states[blocks[row]], state[:, 0]) < FLOAT32
 
 
@@ -404,7 +404,7 @@ def test_a_block_of_states_is_cut_as_one_of_pages():
     memory = torch.zeros(blocks * page + 64, dtype=torch.int8)
     region = memory[64:].view(blocks, 1, 1, page)
     convolution, recurrent = state_cache.split(
-        {"states": region}, SimpleNamespace(kv_cache_groups=groups)
+        {"attention": None}, {"states": region}, SimpleNamespace(kv_cache_groups=groups)
     )["states"]
     assert convolution.shape == (5, 3, 40)
     assert recurrent.shape == (5, 4, 16, 32)
@@ -412,6 +412,36 @@ def test_a_block_of_states_is_cut_as_one_of_pages():
     keys, values = memory[64:].split(blocks * page // 2)
     assert keys.view(blocks, -1).any(1).tolist() == [False, False, True, False, False]
     assert values.view(blocks, -1).any(1).tolist() == [False, False, False, True, False]
+
+
+def test_states_beside_latents_are_in_their_parts():
+    """A block of latents and the same block of states share no byte with another block: with the
+    latents of all blocks first, states that filled a block as it is would be overwritten."""
+    attention = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=48, dtype=torch.bfloat16)
+    spec = MambaSpec(
+        shapes=((3, 40), (2, 16, 32)),
+        dtypes=(torch.bfloat16, torch.float32),
+        block_size=1024,
+        page_size_padded=attention.page_size_bytes,
+    )
+    groups = [
+        SimpleNamespace(kv_cache_spec=attention, layer_names=["attention"]),
+        SimpleNamespace(kv_cache_spec=spec, layer_names=["states"]),
+    ]
+    blocks, page = 5, attention.page_size_bytes
+    region = torch.zeros(blocks * page, dtype=torch.int8).view(blocks, 1, 1, page)
+    convolution, recurrent = state_cache.split(
+        {"attention": SimpleNamespace(kv_lora_rank=32)},
+        {"states": region},
+        SimpleNamespace(kv_cache_groups=groups),
+    )["states"]
+    recurrent[2], convolution[2] = 1, 1
+    latents, rotated = region.view(-1).split([blocks * page * 2 // 3, blocks * page // 3])
+    assert latents.view(blocks, -1).any(1).tolist() == [False, False, True, False, False]
+    assert rotated.view(blocks, -1).any(1).tolist() in (
+        [False] * 5,
+        [False, False, True, False, False],
+    )
 
 
 def test_states_that_do_not_fit_into_a_block_have_no_place():
@@ -424,10 +454,10 @@ def test_states_that_do_not_fit_into_a_block_have_no_place():
 def test_layers_are_not_warmed_up():
     """vLLM would compute a prefill in the profile run, for the autotuner of its kernels."""
     program = """
-from ascend_platform.worker import state_layers
+from ascend_platform.state_layers import replacements
 from vllm.model_executor.custom_op import op_registry_oot
 
-state_layers._replace()
+replacements._replace()
 layer = op_registry_oot["QwenGatedDeltaNetAttention"]
 print("WARM-UP", layer._warmup_prefill_kernels(None, None, 0))
 """

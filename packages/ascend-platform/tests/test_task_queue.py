@@ -27,7 +27,7 @@ def level(mode: CUDAGraphMode, encoder: bool = False) -> int:
     return torch.npu.get_task_queue_enable()
 
 
-def test_eager_engines_prepare_operators_in_the_launching_thread(
+def test_eager_engine_prepares_operators_in_the_launching_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
@@ -49,7 +49,7 @@ def test_engines_with_graphs_have_the_level_that_is_captured(
     assert x.tolist() == [2] * 4
 
 
-def test_the_user_s_level_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
     torch.npu.set_task_queue_enable(0)
     assert level(CUDAGraphMode.NONE) == 0

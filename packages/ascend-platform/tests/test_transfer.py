@@ -43,10 +43,10 @@ def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
 
 @pytest.mark.parametrize("change", [("a", 0), ("a", 5000), ("a", 9999), ("b", 3), ("c", 69_999)])
 def test_fingerprint_depends_on_every_tensor(tmp_path: Path, change: tuple[str, int]) -> None:
-    found = checkpoint_fingerprint(checkpoint(tmp_path / "one"))
-    assert len(found) == 16
-    assert found == checkpoint_fingerprint(checkpoint(tmp_path / "same"))
-    assert found != checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
+    result = checkpoint_fingerprint(checkpoint(tmp_path / "one"))
+    assert len(result) == 16
+    assert result == checkpoint_fingerprint(checkpoint(tmp_path / "same"))
+    assert result != checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
 
 
 def test_fingerprint_of_files_that_changed_during_loading(
@@ -83,12 +83,12 @@ def test_fingerprint_of_missing_and_malformed_files(tmp_path: Path) -> None:
 
 
 def test_fingerprint_of_other_formats(tmp_path: Path) -> None:
-    found = set()
+    result = set()
     for content in (b"a" * 1_000_000, b"a" * 999_999 + b"b", b"b" + b"a" * 999_999, b"a" * 1000):
         (tmp_path / "pytorch_model.bin").write_bytes(content)
-        found.add(checkpoint_fingerprint(tmp_path))
-    assert len(found) == 4
-    assert "" not in found
+        result.add(checkpoint_fingerprint(tmp_path))
+    assert len(result) == 4
+    assert "" not in result
 
 
 def test_adapter_fingerprint_covers_every_byte(tmp_path: Path) -> None:
@@ -99,16 +99,16 @@ def test_adapter_fingerprint_covers_every_byte(tmp_path: Path) -> None:
     weights.write_bytes(bytes(3 << 20))
     config.write_text(json.dumps({"r": 8}))
     (path / "README.md").write_text("an adapter")
-    found, files = {adapter_fingerprint(str(path))}, {adapter_files(str(path))}
+    result, files = {adapter_fingerprint(str(path))}, {adapter_files(str(path))}
     (path / "README.md").write_text("the same adapter")
-    assert {adapter_fingerprint(str(path))} == found
+    assert {adapter_fingerprint(str(path))} == result
     for at in (0, 2_000_000, (3 << 20) - 1):
         weights.write_bytes(bytes(at) + b"\x01" + bytes((3 << 20) - 1 - at))
-        found.add(adapter_fingerprint(str(path)))
+        result.add(adapter_fingerprint(str(path)))
     config.write_text(json.dumps({"r": 8, "lora_alpha": 16}))
-    found.add(adapter_fingerprint(str(path)))
+    result.add(adapter_fingerprint(str(path)))
     files.add(adapter_files(str(path)))
-    assert (len(found), len(files)) == (5, 2)
+    assert (len(result), len(files)) == (5, 2)
     weights.unlink()
     os.mkfifo(weights)  # not waited for
     assert [name for name, *_ in adapter_files(str(path))] == ["adapter_config.json"]

@@ -2,15 +2,29 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Features of vLLM that are refused by name."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform.config import model_runner, resolve, state_layers, unsupported
+from ascend_platform.config import (
+    features,
+    model_runner,
+    resolve,
+    runners,
+    unsupported,
+)
 from ascend_platform.plugins import slots
-from harness.configuration import engine_config
+from ascend_platform.state_layers import features as state_features
+from harness.engines.configuration import engine_config
 from vllm import envs
 from vllm.config import CUDAGraphMode
+
+
+def row(name: str) -> features.Feature:
+    """The only feature whose name begins like this."""
+    (result,) = (each for each in features.rows() if each.name.startswith(name))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -107,14 +121,15 @@ def test_unsupported_environment_features_are_refused(model, monkeypatch, variab
 
 @pytest.mark.parametrize(
     ("dtype", "norm", "named"),
-    [("float16", True, "2.5; fix"), ("bfloat16", True, ""), ("float16", False, "")],
+    [("float16", True, "2.5"), ("bfloat16", True, ""), ("float16", False, "")],
 )
 def test_sandwich_norms_are_refused_in_float16(dtype, norm, named):
     text = SimpleNamespace(sandwich_norm=norm, routed_scaling_factor=2.5)
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=text, dtype=f"torch.{dtype}")
     )
-    feature = next(each for each in unsupported.FEATURES if each.name.startswith("sandwich norms"))
+    feature = row("sandwich norms")
+    assert feature.fix == "--dtype bfloat16"
     assert named in feature.asked(config)
     assert bool(feature.asked(config)) == bool(named)
 
@@ -132,11 +147,14 @@ def test_unsupported_models_with_states_are_refused_by_name():
         kv_transfer_config=None,
     )
     config.speculative_config = None
-    assert state_layers.other_architecture(config) == "BailingMoeV2_5ForCausalLM"
+    assert state_features.other_architecture(config) == "BailingMoeV2_5ForCausalLM"
     model_config.architecture = "Qwen3NextForCausalLM"
-    assert (state_layers.other_architecture(config), state_layers.other_options(config)) == ("", "")
+    assert (state_features.other_architecture(config), state_features.other_options(config)) == (
+        "",
+        "",
+    )
     config.speculative_config, cache.kv_offloading_size = "drafts", 1.0
-    assert state_layers.other_options(config).startswith(
+    assert state_features.other_options(config).startswith(
         "--kv-offloading-size, prefix caching and draft tokens; fix: --no-enable-prefix"
     )
 
@@ -166,7 +184,8 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
     config.additional_config = {}
     runner = model_runner.Choice(True, "a test")
     monkeypatch.setattr(model_runner, "choice", lambda config: runner)
-    assert not unsupported._other_prefill_context(config)
+    other_prefill_context = row("prefill context parallelism").asked
+    assert not other_prefill_context(config)
     for name, value, named in (
         ("is_encoder_decoder", True, "encoder-decoder models"),
         ("is_hybrid", True, "state-space or linear attention layers"),
@@ -181,7 +200,7 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
         ),
     ):
         setattr(model, name, value)
-        assert unsupported._other_prefill_context(config) == named
+        assert other_prefill_context(config) == named
         setattr(model, name, attributes[name])
     for name, named in (
         ("speculative_config", "speculative decoding"),
@@ -189,18 +208,18 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
         ("kv_transfer_config", "KV connectors"),
     ):
         setattr(config, name, object())
-        assert unsupported._other_prefill_context(config) == named
+        assert other_prefill_context(config) == named
         setattr(config, name, None)
     for name in ("index_cache", "latent_cache"):
         config.additional_config = {"ascend": {"platform": {name: "int8"}}}
-        refused = unsupported._other_prefill_context(config)
+        refused = other_prefill_context(config)
         assert refused == "int8 caches of sparse attention"
     config.additional_config = {}
     config.parallel_config.data_parallel_size = 2
-    assert unsupported._other_prefill_context(config) == "data parallelism"
+    assert other_prefill_context(config) == "data parallelism"
     runner = model_runner.Choice(False, "a test")
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    refused = unsupported._other_prefill_context(config)
+    refused = other_prefill_context(config)
     assert refused.startswith("vLLM's V1 model runner, ")
     assert refused.endswith(", graph modes other than FULL_DECODE_ONLY")
 
@@ -214,20 +233,17 @@ EXPERTS = {
 }
 
 
-def test_routed_experts_are_refused_with_the_v1_runner(model, monkeypatch):
+def test_routed_experts_are_refused_with_the_v1_runner(model):
     """vLLM refuses them on its own platforms, and leaves the check to others."""
     v1 = {"ascend": {"platform": {"model_runner": "v1"}}}
     named = (
-        r"does not support --enable-return-routed-experts with vLLM's V1 model runner \(fix:"
-        r" [^\n]*0.33[^\n]*\) yet"
+        r"does not support --enable-return-routed-experts with vLLM's V1 model runner"
+        r" \(additional_config\) yet; fix: [^\n]*0.33"
     )
     with pytest.raises(ValueError, match=named):
         engine_config(model(**EXPERTS), enable_return_routed_experts=True, additional_config=v1)
     engine_config(model(**EXPERTS), additional_config=v1)
-    config = SimpleNamespace(aux_output_config=SimpleNamespace(enabled=True))
-    for is_v2 in (False, True):
-        monkeypatch.setattr(model_runner, "choice", lambda _, v2=is_v2: model_runner.Choice(v2, ""))
-        assert unsupported._routed_experts(config).startswith("fix: ") != is_v2
+    assert row("--enable-return-routed-experts").runners == features.V1
 
 
 def test_lora_on_experts_is_refused_with_data_parallelism(model):
@@ -240,13 +256,14 @@ def test_lora_on_experts_is_refused_with_data_parallelism(model):
         engine_config(directory, enable_lora=True, fully_sharded_loras=True)
     expert_parallel = {"enable_lora": True, "enable_expert_parallel": True}
     config = engine_config(directory, **expert_parallel)
-    assert unsupported._other_lora_on_experts(config) == ""
+    other_lora_on_experts = row("LoRA on experts").asked
+    assert other_lora_on_experts(config) == ""
     config.parallel_config.data_parallel_size = 2
-    assert "data parallelism, whose ranks have" in unsupported._other_lora_on_experts(config)
+    assert "data parallelism, whose ranks have" in other_lora_on_experts(config)
     config.lora_config.target_modules = ["q_proj"]
-    assert unsupported._other_lora_on_experts(config) == ""
+    assert other_lora_on_experts(config) == ""
     config.lora_config.target_modules, config.parallel_config.enable_eplb = None, True
-    assert "--enable-eplb, which moves experts" in unsupported._other_lora_on_experts(config)
+    assert "--enable-eplb, which moves experts" in other_lora_on_experts(config)
     assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
 
 
@@ -285,9 +302,59 @@ def test_other_communicators_of_eplb_are_refused(way):
     eplb = SimpleNamespace(communicator=way)
     parallel = SimpleNamespace(enable_eplb=True, eplb_config=eplb)
     config = SimpleNamespace(parallel_config=parallel)
-    assert unsupported._other_expert_transfer(config).startswith(f"{way}; fix: --eplb-config ")
+    feature = row("expert load balancing")
+    assert (feature.asked(config), feature.fix.split()[0]) == (way, "--eplb-config")
     eplb.communicator = "torch_gloo"
-    assert unsupported._other_expert_transfer(config) == ""
+    assert not feature.asked(config)
+
+
+def feature(name: str, *runners: str, fix: str = "") -> features.Feature:
+    return features.Feature(name, lambda config: name in config.names, runners=runners, fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "names", "end"),
+    [
+        (True, "a", "a with vLLM's V2 model runner (a test) yet; fix: use V1"),
+        (True, "ab", "a with vLLM's V2 model runner (a test) yet; fix: leave it out"),
+        (True, "ac", "a with vLLM's V2 model runner (a test) yet; fix: use V1"),
+        (True, "b", ""),
+        (False, "a", ""),
+        (False, "b", "b with vLLM's V1 model runner (a test) yet; fix: use V2"),
+        (True, "cd", "c, d yet; fix: leave it out; --option"),
+        (False, "c", "c yet; fix: leave it out"),
+    ],
+)
+def test_features_are_refused_by_runner(is_v2, names, end, monkeypatch):
+    rows = [feature("a", "v2"), feature("b", "v1", fix="use V2"), feature("c", "v1", "v2")]
+    rows.append(feature("d", "v1", "v2", fix="--option"))
+    monkeypatch.setattr(features, "rows", lambda: rows)
+    monkeypatch.setattr(runners, "has_v1", lambda: True)
+    choice = model_runner.Choice(is_v2, "a test")
+    monkeypatch.setattr(model_runner, "choice", lambda config: choice)
+    config = SimpleNamespace(names=names, model_config=object())
+    if not end:
+        unsupported.check_features(config)
+        return
+    with pytest.raises(ValueError, match=rf"does not support {re.escape(end)}$"):
+        unsupported.check_features(config)
+
+
+@pytest.mark.parametrize("option", ["enable_trace_replay", "return_sampling_mask"])
+@pytest.mark.parametrize("runner", ["v1", "auto"])
+def test_options_that_v1_ignores_are_refused(model, option, runner):
+    """V1 accepts and ignores them, so that it is no fix."""
+    config = engine_config(
+        model(), additional_config={"ascend": {"platform": {"model_runner": runner}}}
+    )
+    if not hasattr(config.model_config, option):
+        pytest.skip(f"this vLLM has no {option}")
+    setattr(config.model_config, option, True)
+    with pytest.raises(
+        ValueError,
+        match=r"support (trace replay|sampling masks) \(kernel \w+\) yet; fix: leave it out$",
+    ):
+        unsupported.check_features(config)
 
 
 def test_images_with_bidirectional_attention_are_not_split(model, monkeypatch):
@@ -301,12 +368,14 @@ def test_images_with_bidirectional_attention_are_not_split(model, monkeypatch):
         vision_config=vision
         | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 28},
     )
-    said: list[str] = []
-    monkeypatch.setattr(resolve.logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(resolve.logger, "warning", messages.append)
     whole = engine_config(directory, long_prefill_token_threshold=16).scheduler_config
     assert whole.disable_chunked_mm_input
     assert whole.long_prefill_token_threshold == 0
-    assert said == ["long_prefill_token_threshold is ignored: a step has all tokens of an image"]
+    assert messages == [
+        "long_prefill_token_threshold is ignored: a step has all tokens of an image"
+    ]
     options = {"limit_mm_per_prompt": {"image": 0}, "long_prefill_token_threshold": 16}
     text = engine_config(directory, **options)
     assert not text.scheduler_config.disable_chunked_mm_input
@@ -316,6 +385,6 @@ def test_images_with_bidirectional_attention_are_not_split(model, monkeypatch):
             is_mm_prefix_lm=True, architecture="Molmo2ForConditionalGeneration"
         )
     )
-    assert unsupported._other_image_attention(config)
+    assert row("bidirectional attention").asked(config)
     with pytest.raises(ValueError, match="decode context parallelism with bidirectional"):
         engine_config(directory, tensor_parallel_size=4, decode_context_parallel_size=2)

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_platform.kernels.v2 import input_batch
-from ascend_platform.kernels.v2.step import running
-from ascend_platform.overrides import launch_sites
-from harness.v2_batches import ROWS, STEPS, VOCABULARY, WIDTH, Drafts, device
+from ascend_platform.overrides import table
+from ascend_platform.runners.v2.kernels import input_batch
+from ascend_platform.runners.v2.kernels.step import running
+from harness.references.v2_batches import ROWS, STEPS, VOCABULARY, WIDTH, Drafts, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-if Version(vllm_version).release < Version(launch_sites.SINCE).release:
+if Version(vllm_version).release < Version(table.V2_SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.kernels.v2 import speculator
-from ascend_platform.worker.v2 import draft_lengths
+from ascend_platform.runners.v2 import draft_lengths
+from ascend_platform.runners.v2.kernels import speculator
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -158,12 +158,12 @@ def of_target(batch: Drafts, seed: int) -> tuple[Any, list[int], list[int], list
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inputs_of_eagle_and_mtp(seed: int) -> None:
-    batch, own, limit = Drafts(seed), buffers(), 62
+    batch, drafter, limit = Drafts(seed), buffers(), 62
     step, tokens, places, sampled, rejected = of_target(batch, seed)
     following = [[20 + row for row in range(ROWS)]]
     last, draft_step = device([-7] * ROWS, torch.int64), device(5, torch.int64)
     speculator.prepare_shifted_inputs(
-        last, draft_step, own, step, device(sampled), device(rejected), device([[each] for each in batch.last], torch.int64),
+        last, draft_step, drafter, step, device(sampled), device(rejected), device([[each] for each in batch.last], torch.int64),
         device(following), ROWS,
     )  # fmt: skip
     ends = []
@@ -171,30 +171,36 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
         first, length = batch.starts[number], batch.lengths[number] - rejected[number]
         ends.append(first + length - 1)
         added = batch.last[row] if sampled[number] else following[0][row]
-        assert own.input_ids[first : first + length].tolist() == [
+        assert drafter.input_ids[first : first + length].tolist() == [
             *tokens[first + 1 : first + length],
             added,
         ]
-        assert own.positions[first : first + length].tolist() == places[first : first + length]
+        assert drafter.positions[first : first + length].tolist() == places[first : first + length]
     count = len(batch.rows)
     assert last.tolist() == ends + [0] * (ROWS - count)
-    assert own.seq_lens.tolist() == batch.seq_lens + [0] * (ROWS - count)
-    assert own.query_start_loc.tolist() == batch.starts + [batch.num_tokens] * (ROWS - count)
+    assert drafter.seq_lens.tolist() == batch.seq_lens + [0] * (ROWS - count)
+    assert drafter.query_start_loc.tolist() == batch.starts + [batch.num_tokens] * (ROWS - count)
     assert draft_step.item() == 0
 
-    own.positions[:count] = device([places[end] for end in ends], torch.int64)
+    drafter.positions[:count] = device([places[end] for end in ends], torch.int64)
     keys = device([3] * ROWS, torch.int64)
     speculator.prepare_decode_inputs(
-        device([9] * count, torch.int64), step.seq_lens, device(rejected), own, keys, limit, ROWS
+        device([9] * count, torch.int64),
+        step.seq_lens,
+        device(rejected),
+        drafter,
+        keys,
+        limit,
+        ROWS,
     )
     now = [min(places[end] + 1, limit - 1) for end in ends]
     lengths = [
         min(length - each + 1, limit) for length, each in zip(batch.seq_lens, rejected, strict=True)
     ]
-    assert own.positions[:count].tolist() == now
-    assert own.seq_lens.tolist() == lengths + [0] * (ROWS - count)
-    assert own.query_start_loc.tolist() == [min(each, count) for each in range(ROWS + 1)]
-    assert (own.input_ids[:count].tolist(), keys.tolist()) == (
+    assert drafter.positions[:count].tolist() == now
+    assert drafter.seq_lens.tolist() == lengths + [0] * (ROWS - count)
+    assert drafter.query_start_loc.tolist() == [min(each, count) for each in range(ROWS + 1)]
+    assert (drafter.input_ids[:count].tolist(), keys.tolist()) == (
         [9] * count,
         [4] * count + [3] * (ROWS - count),
     )
@@ -210,7 +216,7 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
         hidden,
         drafts,
         kept,
-        own,
+        drafter,
         keys,
         count,
         limit,
@@ -218,13 +224,13 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
     )
     assert drafts.tolist() == [[0, 6, 0]] * count + [[0] * STEPS] * (ROWS - count)
     assert torch.equal(kept[:count], hidden)
-    assert own.positions[:count].tolist() == [min(each + 1, limit - 1) for each in now]
-    assert own.seq_lens[:count].tolist() == [min(each + 1, limit) for each in lengths]
+    assert drafter.positions[:count].tolist() == [min(each + 1, limit - 1) for each in now]
+    assert drafter.seq_lens[:count].tolist() == [min(each + 1, limit) for each in lengths]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inputs_of_a_draft_model(seed: int) -> None:
-    batch, own, limit = Drafts(seed), buffers(), 62
+    batch, drafter, limit = Drafts(seed), buffers(), 62
     step, tokens, places, _, rejected = of_target(batch, seed)
     ids, positions, last = (
         device([-7] * 200),
@@ -232,7 +238,7 @@ def test_inputs_of_a_draft_model(seed: int) -> None:
         device([-7] * ROWS, torch.int64),
     )
     total = speculator.prepare_extended_inputs(
-        own,
+        drafter,
         step,
         device([[each] for each in batch.last], torch.int64),
         device(rejected),
@@ -257,8 +263,8 @@ def test_inputs_of_a_draft_model(seed: int) -> None:
     assert total == len(expected)
     assert (ids[:total].tolist(), positions[:total].tolist()) == (expected, numbers)
     assert last.tolist() == ends + [0] * (ROWS - count)
-    assert own.query_start_loc.tolist() == starts + [total] * (ROWS + 1 - count)
-    assert own.seq_lens.tolist() == [min(each + 1, limit) for each in batch.seq_lens] + [0] * (
+    assert drafter.query_start_loc.tolist() == starts + [total] * (ROWS + 1 - count)
+    assert drafter.seq_lens.tolist() == [min(each + 1, limit) for each in batch.seq_lens] + [0] * (
         ROWS - count
     )
 
@@ -293,11 +299,11 @@ def test_ngrams(seed: int) -> None:
     for number, row in enumerate(rows):
         text, expected = tokens[row][: lengths[row]], [last[row]] * STEPS
         for n in range(min(high, len(text) - 1), low - 1, -1):
-            found = [
+            actual = [
                 place for place in range(len(text) - n) if text[place : place + n] == text[-n:]
             ]
-            if found and sampled[number]:
-                following = text[found[-1] + n :][:STEPS]
+            if actual and sampled[number]:
+                following = text[actual[-1] + n :][:STEPS]
                 expected = following + expected[len(following) :]
                 break
         assert drafts[number].tolist() == expected

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_platform.kernels.v2 import buffers, input_batch
-from ascend_platform.kernels.v2.device_step import DeviceStep
-from ascend_platform.kernels.v2.host_step import HostStep
-from ascend_platform.kernels.v2.step import running
-from ascend_platform.overrides import launch_sites
-from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
+from ascend_platform.overrides import table
+from ascend_platform.runners.v2.kernels import buffers, input_batch
+from ascend_platform.runners.v2.kernels.device_step import DeviceStep
+from ascend_platform.runners.v2.kernels.host_step import HostStep
+from ascend_platform.runners.v2.kernels.step import running
+from harness.references.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
 SINCE_V2 = pytest.mark.skipif(
-    Version(vllm_version).release < Version(launch_sites.SINCE).release,
+    Version(vllm_version).release < Version(table.V2_SINCE).release,
     reason="vLLM's V2 runner is another",
 )
 BATCHES = [
@@ -79,28 +79,28 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
         assert input_ids.tolist() == expected
 
 
-def test_inputs_are_prepared_within_a_step_alone() -> None:
+def test_inputs_are_prepared_only_within_a_step() -> None:
     with pytest.raises(AssertionError, match=r"only prepared in NPUModelRunner\.prepare_inputs"):
         input_batch.prepare_pos_seq_lens(
             device([0]), device([0, 1]), device([0]), device([0]), device([0])
         )
 
 
-def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
+def test_constants_are_shared_only_while_inputs_are_prepared() -> None:
     batch = Batch(0)
     asked = {"dtype": torch.int32, "device": torch.device("npu", 0)}
     with running(batch.step):
         batch.step.are_constants_shared = True
-        for made, values in ((input_batch.arange, [0, 1, 2, 3]), (input_batch.zeros, [0] * 4)):
-            first, second = made(4, **asked), made(4, **asked)
+        for make, values in ((input_batch.arange, [0, 1, 2, 3]), (input_batch.zeros, [0] * 4)):
+            first, second = make(4, **asked), make(4, **asked)
             assert (first.data_ptr(), first.tolist(), first.dtype) == (
                 second.data_ptr(),
                 values,
                 torch.int32,
             )
-            assert made(4, dtype=torch.int64, device="npu").dtype is torch.int64
-    kept, own = input_batch.zeros(4, **asked), input_batch.zeros(4, **asked)
-    assert kept.data_ptr() != own.data_ptr()
+            assert make(4, dtype=torch.int64, device="npu").dtype is torch.int64
+    kept, separate = input_batch.zeros(4, **asked), input_batch.zeros(4, **asked)
+    assert kept.data_ptr() != separate.data_ptr()
 
 
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
@@ -184,7 +184,7 @@ def test_states_are_the_same_by_what_the_host_knows(
     tokens = device([[rng.randrange(VOCABULARY)] for _ in batch.rows], torch.int64)
     lens = device(batch.seq_lens + [0] * (ROWS - count))
     given = lens, device(list(range(count + 1))), mapping, device(batch.prefill_len)
-    found = []
+    result = []
     for step in (batch.step, batch.step_on_host):
         sampled, table, computed, total = map(
             device, ([1] * count, batch.tokens, batch.computed, batch.total)
@@ -204,11 +204,13 @@ def test_states_are_the_same_by_what_the_host_knows(
             copied = input_batch.copy_to_np(sampled)
             torch.npu.synchronize()
             assert (copied.tolist(), copied.dtype) == (sampled.tolist(), np.int32)
+            assert isinstance(sampled, buffers.KnownTensor) is (step is batch.step_on_host)
+            assert type(sampled + 1) is torch.Tensor
             input_batch.post_update(
                 mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
-        found.append([each.tolist() for each in (sampled, rejected, table, bins)])
+        result.append([each.tolist() for each in (sampled, rejected, table, bins)])
         if step is batch.step:  # The host's view of the next step.
             after = HostStep(
                 batch.step_on_host.rows,
@@ -223,7 +225,7 @@ def test_states_are_the_same_by_what_the_host_knows(
                 lengths[:2, mapping].tolist() == torch.stack((computed, total))[:, mapping].tolist()
             )
             assert not lengths[2:].any()
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -269,17 +271,19 @@ def test_positions_of_multimodal_rotary_tables(
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_lengths_of_context_parallelism(interleave: int) -> None:
     lengths, ranks = [0, 1, 7, 8, 9, 33, 64], 3
-    found = []
+    result = []
     for rank in range(ranks):
         local = torch.full((9,), 7, dtype=torch.int32, device="npu")
         arguments = local, device([*lengths, 5, 5]), len(lengths), ranks, rank, interleave
-        found.append(input_batch.prepare_dcp_local_seq_lens(*arguments, num_reqs_padded=8).tolist())
+        result.append(
+            input_batch.prepare_dcp_local_seq_lens(*arguments, num_reqs_padded=8).tolist()
+        )
         owned = [
             sum(token // interleave % ranks == rank for token in range(length))
             for length in lengths
         ]
         assert local.tolist() == [*owned, 0, 0]
-    assert [sum(each) for each in zip(*found, strict=True)] == [*lengths, 0]
+    assert [sum(each) for each in zip(*result, strict=True)] == [*lengths, 0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -314,7 +318,7 @@ def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
 
 @SINCE_V2
 def test_new_requests_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ascend_platform.kernels.v2.buffers import NPURequestState
+    from ascend_platform.runners.v2.kernels.buffers import NPURequestState
     from vllm.v1.worker.gpu import buffer_utils
 
     monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)
@@ -398,7 +402,7 @@ def test_pool_makes_a_tensor_of_each_copy() -> None:
 @pytest.mark.parametrize("reach", [0, 20])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
 def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int) -> None:
-    from ascend_platform.kernels.v2.block_table import NPUBlockTables
+    from ascend_platform.runners.v2.kernels.block_table import NPUBlockTables
     from vllm.v1.worker.gpu import buffer_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -485,7 +489,7 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     assert all(0 <= slot < size for slot in tables.get_dummy_slot_mappings(9)[0].tolist())
 
 
-def test_each_logit_has_its_request_s_adapter() -> None:
+def test_each_logit_has_the_adapter_of_its_request() -> None:
     drafting = DeviceStep(np.array([3, 5, 1]), False, num_draft_tokens=np.array([2, 1, 0]))
     assert drafting.per_logit((7, 0, 9)) == (7, 7, 7, 0, 0, 9)
     assert DeviceStep(np.array([3, 5, 1]), True).per_logit((7, 0, 9)) == (7, 0, 9)

@@ -4,7 +4,8 @@
 unreachable, and unchanged."""
 
 import ast
-import importlib
+import dataclasses
+import importlib.metadata
 import uuid
 from collections.abc import Iterator
 from operator import attrgetter
@@ -13,21 +14,20 @@ from typing import Any
 
 import pytest
 from ascend_platform import extension, fingerprint
-from ascend_platform.config import model_runner
+from ascend_platform.config import features, model_runner, runners
 from ascend_platform.config.features import Feature
-from ascend_platform.overrides import launch_sites, table
+from ascend_platform.overrides import guard, table
 from ascend_platform.process import environment
-from ascend_platform.worker import runners
-from harness import vllm_copy
+from harness.project import vllm_copy
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
 
-SITES = launch_sites.sites()
+LAUNCHES = table.launches()
 supported = pytest.mark.skipif(
-    Version(vllm_version).release < Version(launch_sites.SINCE).release,
+    Version(vllm_version).release < Version(table.V2_SINCE).release,
     reason="vLLM's V2 runner is another",
 )
 
@@ -50,73 +50,87 @@ def launches(node: ast.AST, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 @supported
 def test_table_has_every_launch() -> None:
     root = vllm_copy.INSTALLED / "v1" / "worker" / "gpu"
-    found = []
+    result = []
     for path in root.rglob("*.py"):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
-        found += [(module, *launch) for launch in launches(ast.parse(path.read_text()))]
-    assert len(found) == 76
-    assert sorted(found) == sorted(
-        (site.module, site.kernel.rpartition(":")[2], site.caller) for site in SITES
+        result += [(module, *launch) for launch in launches(ast.parse(path.read_text()))]
+    assert len(result) == 76
+    assert sorted(result) == sorted(
+        (
+            launch.caller.partition(":")[0].removeprefix("vllm.v1.worker.gpu."),
+            launch.kernel.partition(":")[2],
+            launch.caller.partition(":")[2],
+        )
+        for launch in LAUNCHES
     )
 
 
 @supported
 def test_no_kernel_and_no_caller_has_changed() -> None:
-    assert [difference for site in SITES for difference in site.differences()] == []
+    assert [each.problem() for each in table.rows("v2") if each.problem()] == []
 
 
 def test_changed_kernel_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = tmp_path / "vllm" / "v1" / "worker" / "gpu"
     gpu.mkdir(parents=True)
-    (gpu / "block_table.py").write_text("def _gather_block_tables_kernel():\n    pass\n")
-    site = next(site for site in SITES if site.kernel == "_gather_block_tables_kernel")
-    changed, missing = site.differences(tmp_path)
-    assert changed.startswith(
+    file = gpu / "block_table.py"
+    file.write_text("def _gather_block_tables_kernel():\n    pass\n")
+    named = "vllm.v1.worker.gpu.block_table:BlockTables.gather_block_tables"
+    row = next(row for row in table.rows("v2") if row.target == named)
+    assert "BlockTables.gather_block_tables is missing" in row.problem(tmp_path)
+    file.write_text(f"{file.read_text()}class BlockTables:\n    def gather_block_tables(): ...\n")
+    caller = fingerprint.fingerprint(file.read_text(), "BlockTables.gather_block_tables")
+    row = dataclasses.replace(row, sources={"0.33": caller})
+    assert row.problem(tmp_path).startswith(
         "target vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel has changed: found "
     )
-    assert "BlockTables.gather_block_tables is missing" in missing
-    monkeypatch.setattr(launch_sites, "sites", lambda: [site._replace(kernel_source="0" * 12)])
-    monkeypatch.setattr(
-        fingerprint, "module_source", lambda module, tree: (gpu / "block_table.py").read_text()
-    )
-    assert "_gather_block_tables_kernel has changed" in launch_sites.difference()
+    monkeypatch.setattr(table, "rows", lambda *tables: [row])
+    monkeypatch.setattr(fingerprint, "module_source", lambda module, tree: file.read_text())
+    guard._problem.cache_clear()
+    with pytest.raises(extension.RefusedError, match="_gather_block_tables_kernel has changed"):
+        guard.check("v2")
+    guard._problem.cache_clear()
+
+
+def test_refused_launches_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in table.rows("v2") if row.action == "refused")
+    changed = dataclasses.replace(row, sources={"0.33": "0" * 12})
+    assert changed.problem()
+    monkeypatch.setattr(table, "rows", lambda *tables: [changed])
+    guard.check("v2")
 
 
 def test_patches_check_compares_the_table(tmp_path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.33.0"\n')
     rows = extension.overrides(tmp_path)
-    assert len(rows) == len(extension.overrides()) + len(table.rows("v2")) + len(SITES)
-    assert "is missing" in next(
-        row["problem"] for row in rows if row["name"] == "block_table._gather_block_tables_kernel"
-    )
+    row = next(row for row in rows if row["name"] == "block_table.BlockTables.gather_block_tables")
+    assert row["action"] == "launch contained"
+    assert row["why"] == "runners.v2.kernels.block_table:NPUBlockTables.gather_block_tables"
+    assert "is missing" in row["problem"]
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.32.0"\n')
-    assert len(extension.overrides(tmp_path)) == len(extension.overrides())
+    without_v2 = extension.overrides(tmp_path)
+    assert len(rows) == len(without_v2) + len(table.rows("v2"))
+    assert {row["name"] for row in extension.overrides()} <= {row["name"] for row in without_v2}
 
 
-@pytest.mark.parametrize(
-    "site", SITES, ids=lambda site: f"{site.module}-{site.kernel}-{site.caller}"
-)
-def test_state_is_true(site: launch_sites.Site) -> None:
-    if site.state == "overridden":
-        module, _, name = site.by.partition(":")
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: f"{launch.kernel}-{launch.caller}")
+def test_state_is_true(launch: table.Launch) -> None:
+    if launch.state == "overridden":
+        path, _, name = launch.by.partition(":")
+        module = path.removeprefix("runners.v2.kernels.")
         if (
             module in ("block_table", "model_states")
-            and Version(vllm_version).release < Version(launch_sites.SINCE).release
+            and Version(vllm_version).release < Version(table.V2_SINCE).release
         ):
             return
-        found = importlib.import_module(f"ascend_platform.kernels.v2.{module}")
-        assert callable(attrgetter(name)(found))
-    elif site.state == "refused":
-        assert site.by in {feature.name for feature in model_runner.FEATURES}
+        result = importlib.import_module(f"ascend_platform.runners.v2.kernels.{module}")
+        assert callable(attrgetter(name)(result))
+    elif launch.state == "refused":
+        assert launch.by in {feature.name for feature in features.rows()}
     else:
-        assert site.state == "unreachable"
-        assert site.by
-
-
-@supported
-def test_overrides_are_of_this_vllm() -> None:
-    assert [each.problem() for each in table.rows("v2") if each.problem()] == []
+        assert launch.state == "unreachable"
+        assert launch.by
 
 
 def config(runner: object, **given: object) -> SimpleNamespace:
@@ -136,7 +150,7 @@ def test_option_has_three_values() -> None:
 
 def chosen(
     monkeypatch: pytest.MonkeyPatch,
-    features: list[str],
+    lacking: list[str],
     asked: bool | None = None,
     version: str = "0.33.0",
     watermark_config: object = None,
@@ -147,9 +161,10 @@ def chosen(
     monkeypatch.setenv("VLLM_VERSION", version)
     requested = None if asked is None else str(int(asked))
     monkeypatch.setattr("ascend_platform.process.environment.requested_runner", requested)
-    monkeypatch.setattr(
-        model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features]
-    )
+    rows = [Feature(name, lambda _: True, runners=features.V2) for name in lacking]
+    rows.append(Feature("watermarking", lambda it: it.watermark_config, runners=features.V1))
+    rows.append(Feature("experts", lambda it: it.aux_output_config.enabled, runners=features.V1))
+    monkeypatch.setattr(features, "rows", lambda: rows)
     given = {
         "_get_v2_model_runner_unsupported_features": list,
         "watermark_config": watermark_config,
@@ -166,8 +181,6 @@ def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch
         False,
         "V2 lacks prompt embeddings, dflash",
     )
-    # V1 would ignore these, so they are refused by name.
-    assert chosen(monkeypatch, ["sampling masks"]).is_v2
     assert chosen(monkeypatch, ["prompt embeddings"], watermark_config="given").is_v2
     assert chosen(monkeypatch, ["prompt embeddings"], routed_experts=True).is_v2
     assert chosen(monkeypatch, [], asked=False) == (False, "VLLM_USE_V2_MODEL_RUNNER=0")
@@ -193,7 +206,7 @@ def lacking(config: SimpleNamespace) -> list[str]:
     names = ("logits processors with V1's interface", "the pooling task plugin")
     return [
         feature.name
-        for feature in model_runner.FEATURES
+        for feature in features.rows()
         if feature.name in names and feature.asked(config)
     ]
 
@@ -201,11 +214,14 @@ def lacking(config: SimpleNamespace) -> list[str]:
 @supported
 def test_v1_has_the_logits_processors_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     named = ["logits processors with V1's interface"]
-    assert lacking(of_model(logits_processors=["harness.logits_processor:OnlyToken"])) == []
+    assert lacking(of_model(logits_processors=["harness.engines.logits_processor:OnlyToken"])) == []
     assert (
         lacking(
             of_model(
-                logits_processors=["harness.logits_processor:OnlyToken", "types:SimpleNamespace"]
+                logits_processors=[
+                    "harness.engines.logits_processor:OnlyToken",
+                    "types:SimpleNamespace",
+                ]
             )
         )
         == named
@@ -214,21 +230,21 @@ def test_v1_has_the_logits_processors_of_its_interface(monkeypatch: pytest.Monke
     # for vLLM to report
     assert lacking(of_model(logits_processors=["no.such:Module", "malformed"])) == []
     point = SimpleNamespace(load=lambda: OfV1)
-    monkeypatch.setattr(model_runner.importlib.metadata, "entry_points", lambda group: [point])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     assert lacking(of_model()) == named
     assert lacking(of_model(runner_type="pooling")) == []
 
 
 @supported
 @pytest.mark.parametrize(
-    ("task", "architecture", "found"),
+    ("task", "architecture", "result"),
     [("plugin", "A", True), (None, "Terratorch", True), ("embed", "A", False)],
 )
-def test_v1_pools_by_plugins(task: str | None, architecture: str, found: bool) -> None:
+def test_v1_pools_by_plugins(task: str | None, architecture: str, result: bool) -> None:
     model = of_model(
         runner_type="pooling", architecture=architecture, pooler_config=SimpleNamespace(task=task)
     )
-    assert lacking(model) == ["the pooling task plugin"] * found
+    assert lacking(model) == ["the pooling task plugin"] * result
     assert lacking(of_model()) == []
 
 
@@ -269,12 +285,17 @@ def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("method", "stages", "found"),
+    ("method", "stages", "result"),
     [("mtp", 2, True), ("mtp", 1, False), ("draft_model", 2, True), ("ngram", 2, False)],
 )
-def test_v1_drafts_with_pipelines_but_by_ngrams(method: str, stages: int, found: bool) -> None:
+def test_drafters_with_layers_are_refused_with_pipelines(
+    method: str, stages: int, result: bool
+) -> None:
     given: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         speculative_config=SimpleNamespace(method=method),
     )
-    assert model_runner._drafts_in_stages(given) == found
+    name = "speculative decoding other than by n-grams with pipeline parallelism"
+    row = next(row for row in features.rows() if row.name == name)
+    assert row.runners == features.V1 + features.V2
+    assert row.asked(given) == result

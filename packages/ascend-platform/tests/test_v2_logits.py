@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.kernels.v2 import logits_processors, thinking_budget
-from ascend_platform.kernels.v2.device_step import DeviceStep
-from ascend_platform.kernels.v2.step import running
+from ascend_platform.runners.v2.kernels import logits_processors, thinking_budget
+from ascend_platform.runners.v2.kernels.device_step import DeviceStep
+from ascend_platform.runners.v2.kernels.step import running
 from ascend_platform.sampling import noise
-from harness.v2_batches import device
+from harness.references.v2_batches import device
 
 VOCABULARY, ROWS, WIDTH = 70, 6, 64
 SEEDS = range(8)
@@ -54,8 +54,8 @@ class Batch:
         return device(self.rows, torch.int64)
 
 
-def expect(found: torch.Tensor, wanted: list[list[float]]) -> None:
-    torch.testing.assert_close(found.cpu(), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+def expect(result: torch.Tensor, wanted: list[list[float]]) -> None:
+    torch.testing.assert_close(result.cpu(), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -150,16 +150,19 @@ def test_bad_words(seed: int, drafts: bool) -> None:
     ]
     # with what earlier requests have left
     flat, offsets = [[99] * 30 for _ in range(ROWS)], [[5] * 9 for _ in range(ROWS)]
-    for request, own in enumerate(words):
-        tokens = [token for word in own for token in word]
+    for request, row_words in enumerate(words):
+        tokens = [token for word in row_words for token in word]
         flat[request][: len(tokens)] = tokens
-        offsets[request][: len(own) + 1] = [
-            sum(map(len, own[:number])) for number in range(len(own) + 1)
+        offsets[request][: len(row_words) + 1] = [
+            sum(map(len, row_words[:number])) for number in range(len(row_words) + 1)
         ]
-    logits, most = batch.on_device(), max(1, *(len(words[request]) for request in batch.requests))
+    logits, longest = (
+        batch.on_device(),
+        max(1, *(len(words[request]) for request in batch.requests)),
+    )
     logits_processors.apply_bad_words(
-        logits, batch.mapping(), device(flat), device(offsets), device([len(own) for own in words]), device(batch.tokens),
-        device(batch.prompt), device(batch.total), device(batch.input_ids), device(batch.local), most,
+        logits, batch.mapping(), device(flat), device(offsets), device([len(row) for row in words]), device(batch.tokens),
+        device(batch.prompt), device(batch.total), device(batch.input_ids), device(batch.local), longest,
     )  # fmt: skip
     banned = 0
     for row, request in enumerate(batch.rows):
@@ -201,13 +204,13 @@ def test_thinking_budgets(drafts: bool) -> None:
             if budget < 0 or begin < 0 or ended or thought < budget:
                 seen["none" if budget < 0 else "never" if begin < 0 else "ended" if ended else "within"] += 1  # fmt: skip
                 continue
-            told = max(
+            num_forced = max(
                 count
                 for count in range(min(len(forced), len(tokens) + 1))
                 if tokens[len(tokens) - count :] == forced[:count]
             )
-            batch.logits[row][forced[told]] = 1e9
-            seen["continued" if told else "forced"] += 1
+            batch.logits[row][forced[num_forced]] = 1e9
+            seen["continued" if num_forced else "forced"] += 1
         expect(logits, batch.logits)
     assert all(seen.values()), seen
 
@@ -251,7 +254,7 @@ def murmur3(*words: int) -> int:
 
 def test_noise_is_the_hash_of_seed_position_and_token() -> None:
     seeds, positions = [11, -(1 << 62) - 12345, (1 << 63) - 1], [0, 129, 1 << 30]
-    found = noise.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
+    actual = noise.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
     wanted = [
         [
             -math.log1p(-(murmur3(seed, seed >> 32, position, token) + 0.5) * 2**-32)
@@ -260,7 +263,7 @@ def test_noise_is_the_hash_of_seed_position_and_token() -> None:
         for seed, position in zip(seeds, positions, strict=True)
     ]
     torch.testing.assert_close(
-        found.cpu().double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-9
+        actual.cpu().double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-9
     )
     on_host = noise.hash_seeds(torch.tensor(seeds))
     assert on_host.tolist() == noise.hash_seeds(device(seeds, torch.int64)).tolist()

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.v2_batches import device
+from harness.references.v2_batches import device
 
 pytest.importorskip("vllm.v1.worker.gpu.model_states.prompt_embeds", reason="since vLLM 0.33")
 
-from ascend_platform.kernels.v2.model_states import NPUMambaHybridModelState
+from ascend_platform.runners.v2.kernels.model_states import NPUMambaHybridModelState
 
 BLOCK, BLOCKS, REQUESTS = 4, 12, 3
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_platform.overrides import launch_sites
-from harness.v2_batches import ROWS, STEPS, VOCABULARY, Drafts, device
+from ascend_platform.overrides import table
+from harness.references.v2_batches import ROWS, STEPS, VOCABULARY, Drafts, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-if Version(vllm_version).release < Version(launch_sites.SINCE).release:
+if Version(vllm_version).release < Version(table.V2_SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.kernels.v2 import rejection
+from ascend_platform.runners.v2.kernels import rejection
 
 NEAR_1 = 38816331
 
@@ -73,7 +73,7 @@ def test_greedy_requests_accept_what_the_target_would_choose(seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", [6, 4, 0])
-def test_sampled_tokens_have_the_target_s_distribution(width: int) -> None:
+def test_sampled_tokens_have_the_target_distribution(width: int) -> None:
     """Of many requests with the same draft distribution, also of a drafter with fewer tokens, or
     the same draft token."""
     count, steps, vocabulary = 6000, 1, 6
@@ -108,8 +108,8 @@ def test_sampled_tokens_have_the_target_s_distribution(width: int) -> None:
     assert abs((counts == 2).float().mean().item() - accepted) < 0.03
     # The first token, and the one after an accepted draft.
     for chosen in (tokens[:, 0], tokens[counts == 2, 1]):
-        found = torch.bincount(chosen.cpu(), minlength=vocabulary).double()
-        statistic = ((found - expected * len(chosen)) ** 2 / (expected * len(chosen))).sum().item()
+        actual = torch.bincount(chosen.cpu(), minlength=vocabulary).double()
+        statistic = ((actual - expected * len(chosen)) ** 2 / (expected * len(chosen))).sum().item()
         assert statistic < 37  # With 5 degrees of freedom, exceeded in one of 10^6 cases.
 
 

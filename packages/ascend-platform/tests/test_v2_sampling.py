@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.overrides import launch_sites
-from harness.v2_batches import VOCABULARY, WIDTH, Batch, device
+from ascend_platform.overrides import table
+from harness.references.v2_batches import VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-if Version(vllm_version).release < Version(launch_sites.SINCE).release:
+if Version(vllm_version).release < Version(table.V2_SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.kernels.v2 import buffers, gumbel, input_batch, sample
-from ascend_platform.kernels.v2.step import running
-from ascend_platform.worker.v2.sampler import NUM_PROCESSORS, NPUSampler
+from ascend_platform.runners.v2.kernels import buffers, gumbel, input_batch, sample
+from ascend_platform.runners.v2.kernels.step import running
+from ascend_platform.runners.v2.sampler import NUM_PROCESSORS, NPUSampler
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
@@ -170,10 +170,10 @@ def test_draws_have_their_distribution(
     shares = shares / shares.sum()
     shares = shares * (shares.cumsum(0) - shares < (top_p or 1))
     expected = shares / shares.sum() * len(drawn)
-    found = torch.bincount(drawn, minlength=vocabulary)
-    assert found[expected == 0].sum() == 0
+    actual = torch.bincount(drawn, minlength=vocabulary)
+    assert actual[expected == 0].sum() == 0
     kept = expected >= 5
-    statistic = ((found - expected)[kept] ** 2 / expected[kept]).sum() / 2
+    statistic = ((actual - expected)[kept] ** 2 / expected[kept]).sum() / 2
     freedom = torch.tensor(max(1.0, float(kept.sum() - 1)) / 2).double()
     assert torch.special.gammaincc(freedom, statistic) > 1e-4
 

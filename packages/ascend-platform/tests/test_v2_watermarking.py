@@ -8,17 +8,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from ascend_platform.overrides import launch_sites
+from ascend_platform.overrides import table
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-if Version(vllm_version).release < Version(launch_sites.SINCE).release:
+if Version(vllm_version).release < Version(table.V2_SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.kernels.v2 import rejection, watermark
-from ascend_platform.kernels.v2.device_step import DeviceStep
-from ascend_platform.kernels.v2.host_step import HostStep
-from ascend_platform.kernels.v2.step import running
+from ascend_platform.runners.v2.kernels import rejection, watermark
+from ascend_platform.runners.v2.kernels.device_step import DeviceStep
+from ascend_platform.runners.v2.kernels.host_step import HostStep
+from ascend_platform.runners.v2.kernels.step import running
 from vllm.v1.watermarking.gumbel import GumbelWatermarker
 from vllm.v1.watermarking.prfs import PhiloxPRF
 from vllm.v1.worker.gpu.sample import watermark as reference
@@ -146,13 +146,13 @@ def test_repeated_contexts_of_draft_tokens(width: int, max_history: int | None, 
     )
     on_npu, marked = prior.npu(), []
     for step in range(steps):
-        own = torch.tensor(
+        draft_contexts = torch.tensor(
             [
                 states.context(row, width, given[:step])
                 for row, given in zip(chosen, drafts, strict=True)
             ]
         )
-        given = own, torch.full((requests,), step), enabled, max_history, scope == "all"
+        given = draft_contexts, torch.full((requests,), step), enabled, max_history, scope == "all"
         of_states = states.arguments(torch.tensor(chosen))
         marked += reference.draft_watermarking_mask(*of_states, prior, *given).tolist()
         moved = on_device((*of_states, on_npu, *given[:3]))

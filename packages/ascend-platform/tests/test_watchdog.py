@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
-from harness.ports import free_port
+from harness.engines.ports import free_port
 
 SCRIPT = """
 import sys, time
@@ -61,7 +61,9 @@ def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert parent.stdout is not None
-    lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 5)]
+    lines = [
+        line.strip() for line in itertools.islice(filter(None, map(text_of_line, parent.stdout)), 5)
+    ]
     assert sorted(lines)[1:] == ["ready"] * 4
     engine, early, late, other = map(psutil.Process, map(int, sorted(lines)[0].split()))
     parent.kill()
@@ -78,7 +80,7 @@ def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
         parent.wait()
 
 
-def said(line: str) -> str:
+def text_of_line(line: str) -> str:
     """A line printed by the script, without the lines of libraries."""
     return line if line[0].isdigit() or line.startswith("ready") else ""
 
@@ -99,9 +101,9 @@ def test_worker_exits_with_rank_0() -> None:
         for rank in ranks:
             assert any("ready" in line for line in rank.stdout or ())
         ranks[0].kill()
-        said = ranks[1].communicate(timeout=20)[0]
+        output = ranks[1].communicate(timeout=20)[0]
         assert ranks[1].returncode == -15
-        assert f"lost the connection to rank 0 (127.0.0.1 port {port})" in said
+        assert f"lost the connection to rank 0 (127.0.0.1 port {port})" in output
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,21 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Activation: the steps of each process once it has an engine's configuration."""
+"""Preparation of a process for an engine whose configuration is accepted, and activation: the steps
+of each process once it has the configuration."""
+
+from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING
 
-from ascend_platform.attention import gated_delta, selector
-from ascend_platform.config import mla_prolog, model_runner, options
+from ascend_platform import options
+from ascend_platform.attention import mla_prolog, selector
+from ascend_platform.config import allocator, collectives, model_runner
 from ascend_platform.logger import logger
-from ascend_platform.plugins import registry
-from ascend_platform.process import startup
+from ascend_platform.observability import metrics
+from ascend_platform.plugins import installed, registry
+from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
+from ascend_platform.process import ray, scopes, sockets, startup
+from ascend_platform.state_layers import gated_delta
+from ascend_platform.transfer import checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def activate(vllm_config: "VllmConfig") -> None:
+def prepare(vllm_config: VllmConfig) -> None:
+    """Prepare this process, and the environment of those that it will start, and activate it."""
+    parallel = vllm_config.parallel_config
+    model_runner.publish(vllm_config)
+    collectives.prepare(parallel)
+    if parallel.distributed_executor_backend != "external_launcher":
+        sockets.use_own_directory()
+    if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
+        ray.prepare(parallel)
+    if "platform" in scopes.scopes_here():  # Once: engines prepare their processes too.
+        _warn(vllm_config)
+    if vllm_config.kv_transfer_config is not None and vllm_config.model_config is not None:
+        # For the scheduler, whose process may load no weights.
+        checkpoint.note_files(vllm_config.model_config)
+    metrics.offer(vllm_config)
+    activate(vllm_config)
+
+
+def _warn(vllm_config: VllmConfig) -> None:
+    """Warn of settings in the environment: of the allocator with KV transfer, and of names in
+    VLLM_PLUGINS that no plugin has, which vLLM ignores."""
+    if vllm_config.kv_transfer_config is not None:
+        allocator.warn_of_transfer()
+    if wrong := PluginFilter.current().problem(installed.names()):
+        logger.warning("%s: %s", VARIABLE, wrong[0])
+
+
+def activate(vllm_config: VllmConfig) -> None:
     """Configure the plugins and log the summary line, once per process, after its imports.
 
     Called where each process first has the configuration and all plugins are loaded:

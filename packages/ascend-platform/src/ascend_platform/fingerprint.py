@@ -24,7 +24,7 @@ def fingerprint(source: str, qualname: str) -> str:
     """A hash of a function, method, class or assigned name in a module's source; "" if it is not
     there.
 
-    Comments, formatting and docstrings do not count, nor does the version of Python that parses it.
+    Comments, formatting, docstrings and the version of Python that parses it do not count.
     ``torch.cuda.*`` stands for the set of attributes of ``torch.cuda`` that the module uses.
     """
     if qualname.endswith(".*"):

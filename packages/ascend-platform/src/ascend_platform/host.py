@@ -12,7 +12,6 @@ import itertools
 import os
 import platform
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,30 +58,6 @@ def package(name: str) -> Path | None:
     """The directory of an installed package; does not import it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def has_library(stem: str) -> bool:
-    """Whether LD_LIBRARY_PATH or the linker's cache has a library with this prefix, such as
-    ``libopapi``."""
-    directories = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
-    cache = Path("/etc/ld.so.cache")
-    return any(True for directory in directories for _ in directory.glob(f"{stem}*.so*")) or (
-        cache.is_file() and stem.encode() in cache.read_bytes()
-    )
-
-
-def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
-    """The libraries that torch_npu needs, directly or indirectly, and the linker does not find; and
-    other output of ldd.
-
-    Raises:
-        FileNotFoundError: ldd is not installed.
-    """
-    command = ["ldd", str(torch_npu / "lib" / "libtorch_npu.so")]
-    done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
-    missing = re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
-    other = " ".join((done.stdout + done.stderr).split()) if done.returncode else ""
-    return sorted(set(missing)), other
 
 
 def missing_library(error: BaseException | None) -> str:
@@ -254,7 +229,7 @@ def _pci_kind(device: Path) -> tuple[str, str] | None:
 
 
 def node_cores(node: int, nodes: Path = Path("/sys/devices/system/node")) -> list[int]:
-    """The cores of a NUMA node, ascending; none if they are unknown. The kernel has them as ranges:
+    """The cores of a NUMA node, ascending; none if they are unknown. The kernel lists ranges:
     ``0-3,8``."""
     try:
         ranges = (nodes / f"node{node}" / "cpulist").read_text().strip().split(",")
@@ -319,74 +294,6 @@ def reuses_streams() -> bool:
 def firmware_version() -> str:
     """The firmware's version from its version file, or ""."""
     return _version_in(DRIVER.with_name("firmware") / "version.info")
-
-
-def set_env() -> str:
-    """The command that sets up CANN's environment, if an installation is found, else how to install
-    it."""
-    roots = [Path("/usr/local/Ascend"), Path.home() / "Ascend"]
-    names = "ascend-toolkit", "cann", "nnae"
-    for path in (root / name / "set_env.sh" for root in roots for name in names):
-        if path.is_file():
-            return f"source {path}"
-    without = "on a machine without NPUs put `ascend-emulator run --` before the command"
-    return f"install CANN and source its set_env.sh; {without}"
-
-
-def driver_fix() -> str:
-    """The fix if the driver's library does not answer."""
-    libraries = DRIVER / "lib64" / "driver"
-    if (libraries / "libascend_hal.so").is_file():
-        paths = f"{libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH"
-        return f"export LD_LIBRARY_PATH={paths}, then look at npu-smi info"
-    mount = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver"
-    return f"install the NPU driver, or mount it into the container ({mount})"
-
-
-def free_memory() -> int:
-    """Bytes that this process can allocate: the least of available memory, the container's limit
-    and the process's limit."""
-    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
-    limits = [int(available[1]) << 10] if available else []
-    own = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if own != resource.RLIM_INFINITY:
-        limits.append(own)
-    most, now = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if most.is_file() and now.is_file() and (most_text := most.read_text().strip()) != "max":
-        limits.append(int(most_text) - int(now.read_text()))
-    return min(limits)
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity, limited by the CPU quota of its cgroups; like
-    vLLM's ``available_cpu_count``."""
-    count = len(os.sched_getaffinity(0))
-    entries = Path("/proc/self/cgroup").read_text().split()
-    for _, controllers, path in (entry.split(":", 2) for entry in entries):
-        base = Path("/sys/fs/cgroup" if not controllers else "/sys/fs/cgroup/cpu")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        own = base / path.lstrip("/")
-        for group in (own, *own.parents):
-            quota = _cpu_quota(group)
-            if quota is not None:
-                count = min(count, int(quota))
-            if group == base:
-                break
-    return max(1, count)
-
-
-def _cpu_quota(group: Path) -> float | None:
-    """CPUs that a cgroup of version 2 or 1 may use, or None without a limit."""
-    try:
-        if (most := group / "cpu.max").is_file():
-            quota, period = most.read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
-        return int(quota) / int(period) if quota != "max" and int(quota) > 0 else None
-    except (OSError, ValueError):
-        return None
 
 
 def _with_torch() -> dict[str, str]:

@@ -16,7 +16,7 @@ from ascend_platform.config import architectures, resolve, unsupported
 from ascend_platform.errors import RefusedError
 from ascend_platform.overrides import guard
 from ascend_platform.plugins import VARIABLES, slots
-from ascend_platform.process import failures, preparation
+from ascend_platform.process import diagnostics
 from ascend_platform.process.scopes import enter
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class NPUPlatform(Platform):
         # For a model's configuration; a parser is also created for --help.
         if parser is None:
             quantization.register()
+            architectures.register()
 
     @classmethod
     def verify_model_arch(cls, model_arch: str) -> None:
@@ -181,14 +182,14 @@ class NPUPlatform(Platform):
 
     @classmethod
     def _align_hybrid_block_size(cls, vllm_config: "VllmConfig", backend_cls: Any) -> None:
-        from ascend_platform.attention import state_cache
+        from ascend_platform.state_layers import state_cache
 
         super()._align_hybrid_block_size(vllm_config, backend_cls)
         state_cache.align_block_size(vllm_config)
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "ascend_platform.ops.punica.NPUPunicaWrapper"
+        return "ascend_platform.lora.punica.NPUPunicaWrapper"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -205,7 +206,7 @@ class NPUPlatform(Platform):
         loses its own log lines about it. It calls this hook right after (``vllm/logger.py``,
         ``configure_logging``).
         """
-        failures.watch()
+        diagnostics.watch()
         _resolve_again()
 
     # Configuration
@@ -231,9 +232,10 @@ class NPUPlatform(Platform):
         Raises:
             RefusedError: what is not supported, in one line.
         """
+        quantization.detect(vllm_config)
         resolve.update(vllm_config)
         unsupported.check(vllm_config)
-        preparation.prepare(vllm_config)
+        activation.prepare(vllm_config)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:

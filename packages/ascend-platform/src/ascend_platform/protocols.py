@@ -10,6 +10,31 @@ if TYPE_CHECKING:
     import torch
 
 
+class Diagnostics(Protocol):
+    """Diagnostics of vLLM's processes: the object of the entry point of group
+    ``vllm_ascend.diagnostics``, which may be a module."""
+
+    def start_command(self) -> None:
+        """One of vLLM's commands starts: called as Python starts, before anything is imported.
+
+        It may end the process, if the command cannot serve.
+        """
+        ...
+
+    def watch(self) -> None:
+        """Watch for errors that end this process or its child processes.
+
+        Called when the platform is registered in a process, and again each time that vLLM has
+        configured its logging, which removes log handlers.
+        """
+        ...
+
+    def read_reports(self) -> None:
+        """Read what child processes have left in the directory of vLLM's sockets, which is about to
+        be removed."""
+        ...
+
+
 class Experts(Protocol):
     """A rank's experts, applied to rows sorted by expert: what ``dispatch_and_combine`` of a
     communicator's all2all manager takes."""

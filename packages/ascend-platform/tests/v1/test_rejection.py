@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from ascend_platform.overrides import guard
-from ascend_platform.worker.v1 import sampling_step, topk_topp
+from ascend_platform.runners.v1 import sampling_step, topk_topp
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import rejection_sample
@@ -25,7 +25,7 @@ FALSE_ALARM = 1e-6
 
 @pytest.fixture(autouse=True)
 def kernels():
-    guard.install("v1", "kernels.v1.rejection")
+    guard.install("v1", "runners.v1.kernels.rejection")
 
 
 def metadata_of(temperature, generators=None):
@@ -147,8 +147,8 @@ def test_seeded_tokens_do_not_depend_on_drafts(monkeypatch):
     length, rng = 300, random.Random(0)
     logits = torch.randn(length, WORDS).to("npu")
     sampler = topk_topp.NPUTopKTopPSampler(TopKTopPSampler("raw_logprobs"))
-    own = torch.Generator("npu").manual_seed(5)
-    wanted = sample(range(length), None, dict.fromkeys(range(length), own)).tolist()
+    generator = torch.Generator("npu").manual_seed(5)
+    wanted = sample(range(length), None, dict.fromkeys(range(length), generator)).tolist()
     got, accepted = [], 0
     while len(got) + DRAFTS < length:
         at, count = len(got), rng.randrange(DRAFTS + 1)
@@ -164,7 +164,7 @@ def test_seeded_tokens_do_not_depend_on_drafts(monkeypatch):
             target_logits_indices=torch.tensor([*range(count), count + 1], device="npu"),
             bonus_logits_indices=torch.tensor([count, count + 2], device="npu"),
         )
-        out = sample([*range(at, at + count + 1), 3, 4], metadata, {0: own})
+        out = sample([*range(at, at + count + 1), 3, 4], metadata, {0: generator})
         tokens = [token for token in out[0].tolist() if token >= 0]
         accepted += len(tokens) - 1
         got += tokens

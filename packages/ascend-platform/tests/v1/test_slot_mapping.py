@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.kernels.v1.slot_mapping import compute_slot_mapping, kernel, slots_of
 from ascend_platform.overrides import guard
 from ascend_platform.overrides.shims import SHIMS
+from ascend_platform.runners.v1.kernels.slot_mapping import compute_slot_mapping, kernel, slots_of
 from vllm.triton_utils import dispatcher
 
 
@@ -74,11 +74,11 @@ def test_kernels_are_registered_beside_numba(monkeypatch):
     assert numba.njit(lambda number: number + 1)(1) == 2
     name = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
     monkeypatch.delitem(dispatcher._registry, name, raising=False)
-    guard.install("v1", "kernels.v1.slot_mapping")
+    guard.install("v1", "runners.v1.kernels.slot_mapping")
     assert dispatcher._registry[name][1] is kernel
     monkeypatch.setattr(dispatcher, "register_kernels", None)
     # As for a second engine, when there is nothing left to do.
-    guard.install("v1", "kernels.v1.slot_mapping")
+    guard.install("v1", "runners.v1.kernels.slot_mapping")
 
 
 @pytest.mark.parametrize("splits", [1, 2])

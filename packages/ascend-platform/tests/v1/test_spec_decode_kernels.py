@@ -8,9 +8,9 @@ import types
 
 import pytest
 import torch
-from ascend_platform.attention import base
-from ascend_platform.kernels.v1 import drafter, rejection
+from ascend_platform.attention import length_bounds
 from ascend_platform.overrides import guard
+from ascend_platform.runners.v1.kernels import drafter, rejection
 
 SEEDS = range(6)
 
@@ -282,7 +282,7 @@ def test_expand_eagle_inputs(seed, slots, shift):
             out[1][at + place] = 0 if padding else positions[begin] + place
             out[2][at + place], out[3][at + place] = (1, 0) if padding else kinds[place]
         at += length + added
-    found = [
+    result = [
         npu([-5] * (room + 2)),
         npu([-5] * (room + 2), torch.int64),
         *(npu([-5] * (room + 2)) for _ in range(2)),
@@ -295,7 +295,7 @@ def test_expand_eagle_inputs(seed, slots, shift):
         npu(tokens),
         npu(positions, torch.int64),
         npu(following),
-        *found,
+        *result,
         found_new,
         found_mapping,
         npu(begins),
@@ -308,7 +308,7 @@ def test_expand_eagle_inputs(seed, slots, shift):
         8,
     )
     assert at == room
-    assert [each.tolist() for each in found] == out
+    assert [each.tolist() for each in result] == out
     assert found_new.tolist() == new
     if shift:
         assert found_mapping.tolist() == mapping
@@ -321,7 +321,7 @@ def test_drafter_metadata_has_exact_host_lengths():
     from vllm.v1.spec_decode import llm_base_proposer
 
     for _ in range(2):  # the second time does nothing
-        guard.install("v1", "kernels.v1.drafter")
+        guard.install("v1", "runners.v1.kernels.drafter")
     starts = npu([0, 4, 8])
     given = CommonAttentionMetadata(
         query_start_loc=starts,
@@ -345,17 +345,17 @@ def test_drafter_metadata_has_exact_host_lengths():
         return wait
 
     def build(common_attn_metadata, draft_index):
-        bounds = base.draft_length_bounds(common_attn_metadata)
+        bounds = length_bounds.draft_length_bounds(common_attn_metadata)
         waited = waits.copy()
-        lengths = base.host_lengths(common_attn_metadata, "this attention")
+        lengths = length_bounds.host_lengths(common_attn_metadata, "this attention")
         built.append((bounds, waited, lengths, common_attn_metadata.slot_mapping.tolist()))
         waits.clear()
 
     group = types.SimpleNamespace(build_metadata_for_drafting=build, layer_names=[])
     config = types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=128))
     proposer = types.SimpleNamespace(draft_attn_groups=[group], vllm_config=config)
-    reset = drafter.rejected_in_step.set(base.Rejected(count("this", [2, 0]), [3, 3]))
-    with base.subtract_rejected(base.Rejected(count("last", [0, 1]))):
+    reset = drafter.rejected_in_step.set(length_bounds.Rejected(count("this", [2, 0]), [3, 3]))
+    with length_bounds.subtract_rejected(length_bounds.Rejected(count("last", [0, 1]))):
         for draft_index in (0, 1):
             llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(
                 proposer, given, draft_index
@@ -376,7 +376,7 @@ def test_drafter_padding_tokens_have_null_block_slots(padded):
     npu_scatter_pa_kv_cache rejects slot -1."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    guard.install("v1", "kernels.v1.drafter")
+    guard.install("v1", "runners.v1.kernels.drafter")
     proposer = types.SimpleNamespace(
         _slot_mapping_buffer=npu([-1] * 200, torch.int64),
         _draft_attn_layer_names={"one", "other"},
@@ -384,9 +384,9 @@ def test_drafter_padding_tokens_have_null_block_slots(padded):
     )
     # The second time the buffer's contents.
     for given in (npu([300, 301, 700], torch.int64), None):
-        found = SpecDecodeBaseProposer._get_slot_mapping(proposer, padded, given)
-        assert found.keys() == {"one", "other"}
-        slots = found["one"].tolist()
+        result = SpecDecodeBaseProposer._get_slot_mapping(proposer, padded, given)
+        assert result.keys() == {"one", "other"}
+        slots = result["one"].tolist()
         assert slots[:3] == [300, 301, 700]
         assert len(slots) == padded
         assert all(0 <= slot < 128 for slot in slots[3:])
@@ -396,7 +396,7 @@ def test_host_lengths_of_cross_attention_have_no_draft_tokens():
     common = types.SimpleNamespace(
         causal=False, num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([5, 6, 0])
     )
-    with base.subtract_rejected(base.Rejected(lambda: [1, 1])):
-        assert base.host_lengths(common, "this attention") == [5, 6]
+    with length_bounds.subtract_rejected(length_bounds.Rejected(lambda: [1, 1])):
+        assert length_bounds.host_lengths(common, "this attention") == [5, 6]
         common.causal = True
-        assert base.host_lengths(common, "this attention") == [4, 5]
+        assert length_bounds.host_lengths(common, "this attention") == [4, 5]

@@ -7,7 +7,7 @@ import types
 import numpy
 import pytest
 import torch
-from ascend_platform.worker.v1 import sampling_step, topk_topp
+from ascend_platform.runners.v1 import sampling_step, topk_topp
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p_pytorch
 
 WORDS = 2000
@@ -34,8 +34,8 @@ def stepping(monkeypatch):
     """Let samplers read a runner's step."""
 
     def step(runner):
-        made = sampling_step.SamplingStep(runner, None)
-        monkeypatch.setattr(sampling_step, "current", lambda: made)
+        sampling = sampling_step.SamplingStep(runner, None)
+        monkeypatch.setattr(sampling_step, "current", lambda: sampling)
 
     return step
 
@@ -54,10 +54,10 @@ def test_mask_agrees_with_vllm(stepping, ks):
     stepping(Runner(ks))
     for arguments in ((k, p), (k, None), (None, p), (None, None)):
         expected = apply_top_k_top_p_pytorch(logits.clone(), *arguments)
-        found = topk_topp.mask_logits(
+        actual = topk_topp.mask_logits(
             logits.to("npu"), *(each if each is None else each.to("npu") for each in arguments)
         )
-        assert torch.equal(found.cpu(), expected)
+        assert torch.equal(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("mode", ["processed_logits", "processed_logprobs"])
@@ -104,9 +104,9 @@ def test_seed_and_position_decide_without_the_other_rows(stepping):
 
 def test_rows_without_a_seed_are_random(stepping):
     rows = inputs([WORDS, WORDS], [0.99, 0.99])
-    found = [sample(stepping, rows, [5, None], [3, 3]) for _ in range(8)]
-    assert len({seeded for seeded, _ in found}) == 1
-    assert len({free for _, free in found}) > 1
+    result = [sample(stepping, rows, [5, None], [3, 3]) for _ in range(8)]
+    assert len({seeded for seeded, _ in result}) == 1
+    assert len({free for _, free in result}) > 1
 
 
 def test_seeded_tokens_have_their_distribution(stepping):

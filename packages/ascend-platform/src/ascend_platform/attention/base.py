@@ -8,13 +8,11 @@ base classes are mixins: list them before vLLM's own class (``vllm/v1/attention/
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 from ascend_platform.errors import RefusedError
@@ -115,11 +113,10 @@ _UNUSED = {"chunk_lookback": -1}
 
 class AttentionImplBase:
     """Mixin for vLLM's ``AttentionImpl``: a constructor that raises for features that are not in
-    ``serves``.
+    ``serves``, and ``forward`` by the methods :meth:`write` and :meth:`attend` of a subclass.
 
-    ``forward`` receives the KV cache as a pair of contiguous tensors, keys ``[blocks, block_size,
-    kv_heads, head_size]`` and values ``[blocks, block_size, kv_heads, head_size_v]``. Its metadata
-    is None during vLLM's memory profiling run.
+    The KV cache is a pair of contiguous tensors, keys ``[blocks, block_size, kv_heads, head_size]``
+    and values ``[blocks, block_size, kv_heads, head_size_v]``.
 
     Attributes:
         title: name of the attention in error messages.
@@ -200,9 +197,64 @@ class AttentionImplBase:
         """Prepare for the layer's KV cache, which ``forward`` receives; called when it is
         allocated."""
 
+    def forward(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
+        """Write a step's new keys and values into the KV cache and compute attention.
+
+        Args:
+            layer: vLLM's layer.
+            query: ``[tokens, heads, head_size]``.
+            key: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or
+                None.
+            value: ``[tokens, kv_heads, head_size_v]``, or None, like the key.
+            kv_cache: as :meth:`bind` got it.
+            attn_metadata: what the backend's builder has made; None during vLLM's memory profiling
+                run, when there is no KV cache: the output is then zero.
+            output: ``[tokens, heads, head_size_v]``, written.
+
+        Returns:
+            ``output``.
+        """
+        if attn_metadata is None:
+            self.reserve(layer, query)
+            return output.zero_()
+        if self.writes_cache and key is not None and value is not None:
+            self.write(layer, key, value, kv_cache, attn_metadata)
+        self.attend(layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+    def reserve(self, layer: Any, query: Any) -> None:
+        """Allocate in vLLM's memory profiling run what a step takes beyond its output; vLLM subtracts
+        it from the KV cache."""
+
+    def write(self, layer: Any, key: Any, value: Any, kv_cache: Any, meta: Any) -> None:
+        """Write a step's new keys and values, as in :meth:`forward`, into the KV cache; attention
+        without a KV cache has nothing to write."""
+
+    def attend(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, meta: Any, output: Any
+    ) -> None:
+        """Write the attention of a step's tokens to the output, with arguments of :meth:`forward`;
+        the KV cache has the new keys and values already.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no attend")
+
     def gather_new(self, *new: Any) -> tuple[Any, ...]:
         """Gather a step's new keys and values ``[tokens, ...]`` from the ranks of prefill context
-        parallelism, one rank's tokens after the other, as ``slot_mapping`` has them.
+        parallelism, one rank's tokens after the other, in the order of ``slot_mapping``.
 
         All ranks have the same number of tokens, including padding. Without prefill context
         parallelism ``new`` is returned.
@@ -261,8 +313,8 @@ class LatentAttentionImplBase(AttentionImplBase):
         """Slots to write to. In a run without metadata vLLM gives -1 for all tokens: they go to the
         null block.
 
-        vLLM writes the KV cache of latent attention in such runs, too, of which piecewise graphs
-        are captured.
+        vLLM writes the KV cache of latent attention in such runs, too, and captures piecewise
+        graphs of them.
         """
         from vllm.forward_context import get_forward_context
 
@@ -288,7 +340,7 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
     index_head_dim]`` and weights ``[tokens, heads]``.
 
     Attributes:
-        indexer: the layer's, or None if it uses the selection of an earlier layer.
+        indexer: of the layer, or None if it uses the selection of an earlier layer.
         topk_indices_buffer: int32 ``[tokens, index_topk]``, the selection, shared by layers.
     """
 
@@ -310,8 +362,8 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
 
     @property
     def topk_indices_buffer(self) -> Any:
-        """The indexer's, where there is one: vLLM lets a drafter's indexers share the target's
-        buffer after construction."""
+        """The buffer of the indexer, if there is one: vLLM lets the indexers of a drafter share
+        the buffer of the target after construction."""
         if self.indexer is None:
             return self._topk_indices_buffer
         return self.indexer.topk_indices_buffer
@@ -339,86 +391,6 @@ class GatedDeltaInputs:
     g: Any
     beta: Any
     scale: float
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Rejected draft tokens, which ``seq_lens_cpu_upper_bound`` counts.
-
-    Attributes:
-        count: returns the number of each request; it may wait for the device.
-        drafts: number of draft tokens of each request, while the host cannot know yet how many are
-            rejected; None after that.
-    """
-
-    count: Callable[[], list[int]]
-    drafts: list[int] | None = None
-
-
-_rejected: ContextVar[tuple[Rejected, ...]] = ContextVar("rejected draft tokens", default=())
-
-
-@contextmanager
-def subtract_rejected(rejected: Rejected | None) -> Iterator[None]:
-    """Subtract rejected draft tokens from the host sequence lengths of metadata built in this
-    context."""
-    reset = _rejected.set((*_rejected.get(), rejected) if rejected else _rejected.get())
-    try:
-        yield
-    finally:
-        _rejected.reset(reset)
-
-
-def host_lengths(common: Any, title: str) -> list[int]:
-    """Sequence lengths of a step as a host list.
-
-    A length counts the tokens in the KV cache after this step's are written. With draft tokens in
-    flight, this waits for the number of accepted ones; ``deferred_host_lengths`` lets the device
-    start before.
-
-    Args:
-        common: vLLM's CommonAttentionMetadata.
-        title: name of the attention in the error message.
-
-    Raises:
-        NotImplementedError: causality differs between requests, or the sequence lengths are not on
-            the host.
-    """
-    return deferred_host_lengths(common, title)()
-
-
-def deferred_host_lengths(common: Any, title: str) -> Callable[[], list[int]]:
-    """A function that returns a step's ``host_lengths``, to be called within the step: it may wait
-    for the device."""
-    bounds = common.seq_lens_cpu_upper_bound
-    if not isinstance(common.causal, bool) or bounds is None:
-        raise NotImplementedError(
-            f"{title} supports batches that are causal as a whole or not at all, with seq_lens on"
-            " the host"
-        )
-    # The sequence lengths of cross attention are the encoder's.
-    rejected = _rejected.get() if common.causal else ()
-    return functools.partial(_subtract, bounds[: common.num_reqs].tolist(), rejected)
-
-
-def draft_length_bounds(common: Any) -> tuple[list[int], list[int]] | None:
-    """Upper bounds of the sequence lengths in a drafter's pass after the first, and how many tokens
-    each may be too high.
-
-    The host does not know yet how many draft tokens are rejected, and ``host_lengths`` would wait
-    for it. ``common.seq_lens`` on the device is exact. None if the host knows the sequence lengths.
-    """
-    rejected = _rejected.get()
-    drafts = next((each.drafts for each in rejected if each.drafts is not None), None)
-    if drafts is None:
-        return None
-    known = tuple(each for each in rejected if each.drafts is None)
-    return _subtract(common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist(), known), drafts
-
-
-def _subtract(bounds: list[int], rejected: Sequence[Rejected]) -> list[int]:
-    counts = [each.count() for each in rejected]
-    return [bound - sum(each) for bound, *each in zip_longest(bounds, *counts, fillvalue=0)]
 
 
 capturing: ContextVar[AbstractContextManager[Any] | None] = ContextVar("capturing", default=None)

@@ -56,29 +56,22 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
     title = "the built-in encoder-only attention of ascend-platform"
     serves = frozenset({AttentionFeature.SLIDING_WINDOW, AttentionFeature.ENCODER_ONLY})
 
-    def forward(
+    def write(self, layer: Any, key: Any, value: Any, kv_cache: Any, meta: Any) -> None:
+        """No-op: encoders have no KV cache."""
+
+    def attend(
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: EncoderAttentionMetadata | None,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        meta: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute attention.
-
-        Args:
-            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key: ``[tokens, kv_heads, head_size]``.
-            value: ``[tokens, kv_heads, head_size]``.
-            attn_metadata: None during vLLM's memory profiling run; the output is then zero.
-        """
-        if attn_metadata is None:
-            return output.zero_()
-        for start, end in pairwise(attn_metadata.query_start_loc):
+    ) -> None:
+        """Compute one sequence after the other, in chunks that keep the scores below
+        MAX_ELEMENTS."""
+        for start, end in pairwise(meta.query_start_loc):
             positions = torch.arange(end - start, device=query.device)
             keys, values = key[None, start:end], value[None, start:end]
             chunk = max(1, MAX_ELEMENTS // max(1, (end - start) * self.num_heads))
@@ -88,7 +81,6 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
                 distance = (positions - own.unsqueeze(1))[None]
                 mask = distance.abs() >= (self.sliding_window or end - start)
                 output[rows] = self._attend(query[rows][None], keys, values, mask, distance)[0]
-        return output
 
 
 class EncoderAttentionBackend(AttentionBackendBase, AttentionBackend):

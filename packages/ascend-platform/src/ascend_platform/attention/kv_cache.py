@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
     iter_layer_specs,
@@ -49,6 +50,7 @@ SUPPORTED_SPECS = (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     MambaSpec,
 )
 
@@ -191,10 +193,14 @@ def distinct_tensors(caches: Iterable[Iterable[torch.Tensor]]) -> list[torch.Ten
     return list({part.data_ptr(): part for parts in caches for part in parts}.values())
 
 
-def split_layer(
-    layer: Any,
-) -> KVCachePair | PagedLatent | QuantizedLatent | PagedIndex | QuantizedIndex:
-    """Split the region that vLLM has bound to an attention layer into its parts, as views."""
+def split_layer(layer: Any) -> Any:
+    """Split the region that vLLM has bound to an attention layer into its parts, as views: a
+    KVCachePair, PagedLatent or another tuple of tensors ``[blocks, ...]``.
+
+    A layer of another wheel splits its own by ``split_kv_cache()``.
+    """
+    if own := getattr(layer, "split_kv_cache", None):
+        return own()
     if isinstance(layer, IndexCache):
         keys, scales = _split(layer.kv_cache, layer.head_size)
         if layer.is_int8:
@@ -272,7 +278,10 @@ def check(config: KVCacheConfig) -> None:
 
 
 def _division(spec: Any) -> str:
-    """How a block is divided; vLLM gives groups with fewer heads larger blocks."""
+    """How a block is divided; vLLM gives groups with fewer heads larger blocks. Blocks of rows, for
+    which vLLM has ``model_version``, are one part."""
+    if getattr(spec, "model_version", None):
+        return f"{spec.page_size_bytes} bytes of rows"
     if isinstance(spec, MLAAttentionSpec):
         return f"{spec.block_size} latents of {spec.head_size} {spec.dtype}"
     rows = spec.block_size * spec.num_kv_heads * spec.dtype.itemsize

@@ -28,9 +28,9 @@ from ascend_platform.attention.base import (
     AttentionBackendBase,
     AttentionFeature,
     AttentionImplBase,
-    host_lengths,
 )
 from ascend_platform.attention.kv_cache import KVCachePair
+from ascend_platform.attention.length_bounds import host_lengths
 
 MAX_ELEMENTS = 1 << 24
 """Upper bound of the elements of the scores, and of the gathered keys, in one chunk of the
@@ -117,37 +117,31 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
     }
     supports_pcp = True
 
-    def forward(
+    def write(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: KVCachePair,
+        meta: PagedAttentionMetadata,
+    ) -> None:
+        """Write by index_copy_; see the base class."""
+        key, value = self.gather_new(key, value)
+        for cache, new in ((kv_cache.key, key), (kv_cache.value, value)):
+            rows = cache.view(-1, *cache.shape[2:])
+            rows.index_copy_(0, meta.slot_mapping, new[: len(meta.slot_mapping)])
+
+    def attend(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCachePair,
-        attn_metadata: PagedAttentionMetadata | None,
+        meta: PagedAttentionMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write this step's keys and values into the KV cache and compute attention.
-
-        Args:
-            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or
-                None.
-            value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens,
-                or None.
-            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
-                output is then zero.
-        """
-        if attn_metadata is None:
-            return output.zero_()
-        meta = attn_metadata
-        if self.writes_cache and key is not None and value is not None:
-            key, value = self.gather_new(key, value)
-            for cache, new in ((kv_cache.key, key), (kv_cache.value, value)):
-                rows = cache.view(-1, *cache.shape[2:])
-                rows.index_copy_(0, meta.slot_mapping, new[: len(meta.slot_mapping)])
+    ) -> None:
+        """Compute requests in decode together, and others one after the other."""
         if meta.num_decodes:
             self._decode(query, kv_cache, meta, output)
         for request in range(meta.num_decodes, len(meta.seq_lens)):
@@ -155,7 +149,6 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         if self.pcp_world_size > 1:
             # The next layers write keys of padding tokens.
             output[meta.query_start_loc[-1] :] = 0
-        return output
 
     def _decode(
         self, query: torch.Tensor, kv_cache: Any, meta: PagedAttentionMetadata, output: torch.Tensor

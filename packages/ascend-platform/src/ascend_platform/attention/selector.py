@@ -10,6 +10,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import host
 from ascend_platform.attention.base import AttentionFeature
+from ascend_platform.config import architectures
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import registry, requirements, slots
 
@@ -59,8 +60,8 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
 
 
 def _offered(slot: str) -> str | None:
-    """The backend offered for a slot: of this chip's order of the KV cache, if its operators are
-    the chip's."""
+    """The backend offered for a slot: of this chip's order of the KV cache, if the chip supports
+    its operators."""
     fractal = slots.offered(f"attention.{slot}_fractal")
     if fractal and not _lacking(resolve_obj_by_qualname(fractal)):
         return fractal
@@ -92,11 +93,6 @@ def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: An
     return reasons + [f"{host.chip()} has no {operator}" for operator in lacking]
 
 
-def is_sparse(model: Any) -> bool:
-    """Whether the model has sparse latent attention (DSA)."""
-    return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
-
-
 def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
     """As `select_backend`, for the model's decoder layers, before they exist."""
     from vllm.config import set_current_vllm_config
@@ -110,7 +106,9 @@ def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
     )
     transfer = vllm_config.kv_transfer_config
     has_connector = transfer is not None and transfer.is_kv_transfer_instance
-    config = config._replace(use_sparse=is_sparse(model), use_kv_connector=has_connector)
+    config = config._replace(
+        use_sparse=architectures.has_sparse_attention(model), use_kv_connector=has_connector
+    )
     if model.attn_type == "encoder_only":
         config = config._replace(attn_type="encoder_only")
     with set_current_vllm_config(vllm_config):

@@ -1,39 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Models that are refused: what CANN's public operators lack for their architectures, or the chip
+"""Models that are refused: architectures that vLLM has code of for other devices only, or the chip
 of this machine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import host
 from ascend_platform.errors import RefusedError
-from ascend_platform.plugins import requirements
+from ascend_platform.plugins import registry, requirements, slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_MHC = "hyper-connections (npu_mhc_pre, which is for the next generation of chips)"
-_COMPRESSED = f"attention over compressed keys and values, its compressor, and {_MHC}"
-_OTHERS = "kernels that vLLM has only for CUDA and ROCm"
+IN_ASCEND_MODELS = (
+    "DeepseekV4ForCausalLM",
+    "DeepSeekV4MTPModel",
+    "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
+    "KimiLinearForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+)
+"""Architectures whose form for NPUs is in the wheel ascend-models."""
 
 LACKING = {
-    "deepseek_v4": _COMPRESSED,
-    "deepseek_v41": _COMPRESSED,
-    "dots3_note": _OTHERS,
-    "glm5next": _OTHERS,
-    "hy_v4": f"latent attention with sinks, and {_MHC}",
-    "inkling": _OTHERS,
-    "kimi_k3": "prefill of Kimi delta attention",
-    "minimax_m3": "MiniMax's sparse attention by blocks of keys",
-    "qwen4_exp": _MHC,
+    "deepseek_v4": "images and drafts by DSpark",
+    "deepseek_v41": "engrams and compressed keys that layers share",
+    "dots3_note": "attention, images and sound",
+    "glm5next": "drafts by MTP",
+    "hy_v4": "latent attention with gates and sinks, and independent hyper-connections",
+    "inkling": "drafts by MTP",
+    "kimi_k3": "attention residuals and latent experts",
+    "minimax_m3": "drafts by MTP",
+    "qwen4_exp": "sparse attention (QSA) and embeddings of each layer",
 }
-"""Operators that CANN lacks, by the package of ``vllm.models`` that has the architecture; such
-packages have
-code for named platforms."""
+"""Parts without a form for NPUs, by the package of ``vllm.models`` that has the architecture. Such
+packages have code for named devices."""
 
 
 def refusal(architecture: str) -> str:
@@ -44,18 +53,43 @@ def refusal(architecture: str) -> str:
     package = module.removeprefix("vllm.models.").partition(".")[0]
     if not module.startswith("vllm.models.") or package not in LACKING:
         return ""
+    if slots.offered(f"model.{architecture}"):  # and not registered with vLLM yet
+        return ""
+    if line := slots.offered(f"model_refusal.{architecture}"):
+        return line
+    if architecture in IN_ASCEND_MODELS:
+        return f"{architecture} needs {registry.with_state('ascend-models')}"
     return (
         f"{architecture} is not supported by ascend-platform"
-        f" {requirements.version('ascend-platform')}: CANN's operators lack {LACKING[package]}; fix:"
-        " serve another model"
+        f" {requirements.version('ascend-platform')}: vLLM has its {LACKING[package]} for other"
+        " devices only, and there is no form of it for NPUs yet; fix: serve another model"
     )
+
+
+def register() -> None:
+    """Register the models that components offer with vLLM, in this process."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in slots.names("model"):
+        ModelRegistry.register_model(name, str(slots.offered(f"model.{name}")))
+
+
+def check_offered(vllm_config: VllmConfig) -> None:
+    """Check a configuration by the function that the component of its model offers.
+
+    Raises:
+        RefusedError: what the model does not support, in one line.
+    """
+    model = vllm_config.model_config
+    if model is not None and (path := slots.offered(f"model_check.{model.architecture}")):
+        resolve_obj_by_qualname(path)(vllm_config)
 
 
 def check(architecture: str) -> None:
     """Refuse an architecture of the table.
 
     Raises:
-        RefusedError: what CANN lacks, in one line.
+        RefusedError: what NPUs have no form of, in one line.
     """
     if line := refusal(architecture):
         raise RefusedError(line)
@@ -99,3 +133,8 @@ def check_chip(vllm_config: VllmConfig) -> None:
             f" {' and no '.join(missing)}; supported: dense and pooling models;"
             " fix: serve one of these"
         )
+
+
+def has_sparse_attention(model: Any) -> bool:
+    """Whether the model has sparse latent attention (DSA)."""
+    return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")

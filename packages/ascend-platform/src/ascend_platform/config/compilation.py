@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from ascend_platform.attention import selector
+from ascend_platform.config import architectures
 from ascend_platform.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def split_at_indexers(vllm_config: "VllmConfig") -> None:
 
     compilation = vllm_config.compilation_config
     is_compiled = compilation.mode == CompilationMode.VLLM_COMPILE
-    if not is_compiled or not selector.is_sparse(vllm_config.model_config):
+    if not is_compiled or not architectures.has_sparse_attention(vllm_config.model_config):
         return
     if compilation.splitting_ops is None:
         # as set_splitting_ops_for_v1 adds
@@ -105,13 +105,12 @@ def has_graphs(vllm_config: "VllmConfig") -> bool:
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse Inductor, and graphs with attention, adapters and settings of torch_npu that do not go
-    with them.
+    """Refuse Inductor, and graphs with adapters and settings of torch_npu that do not go with them.
 
     Raises:
         RefusedError: the modes that are supported, in one line.
     """
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
     uses_inductor = compilation.backend == "inductor" or compilation.use_inductor_graph_partition
@@ -143,11 +142,4 @@ def check(vllm_config: "VllmConfig") -> None:
         raise RefusedError(
             "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export"
             " TASK_QUEUE_ENABLE=1, or --enforce-eager"
-        )
-    if vllm_config.model_config is None or mode != CUDAGraphMode.FULL:
-        return
-    if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
-        raise RefusedError(
-            "cudagraph_mode FULL needs attention that can be captured, and this model's is"
-            f" {attention}; supported: PIECEWISE, NONE; fix: set one of these"
         )

@@ -64,7 +64,7 @@ def resolve(vllm_config: VllmConfig) -> None:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Call the connector class's ``check_config`` with the configuration, if it has one.
+    """Call the connector class's ``check_config`` with the configuration, if it defines one.
 
     With layers that have states a connector has to set ``transfers_states``.
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ascend_platform import quantization
-from ascend_platform.config import compilation, devices, kv_connectors, model_runner, options
+from ascend_platform import options
+from ascend_platform.config import compilation, devices, kv_connectors, model_runner
 from ascend_platform.logger import logger
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def set_defaults(vllm_config: VllmConfig) -> None:
     Raises:
         RefusedError: an unsupported option, or a KV connector that no component offers.
     """
-    options.check(vllm_config.additional_config)
+    options.take(vllm_config)
     kv_connectors.resolve(vllm_config)
     vllm_config.kernel_config.enable_jit_warmup = False
     compilation.set_defaults(vllm_config)
@@ -31,7 +31,6 @@ def update(vllm_config: VllmConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls == "auto":
         parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
-    quantization.detect(vllm_config)
     model_runner.resolve(vllm_config)
     compilation.cover_largest_decode(vllm_config)
     compilation.split_at_indexers(vllm_config)
@@ -42,4 +41,4 @@ def update(vllm_config: VllmConfig) -> None:
         logger.warning("long_prefill_token_threshold is ignored: a step has all tokens of an image")
         scheduler.long_prefill_token_threshold = 0
     if parallel.numa_bind_nodes is None:
-        devices.bind_to_numa_nodes(parallel, options.platform(vllm_config).numa_bind)
+        devices.bind_to_numa_nodes(parallel, options.of(options.Platform, vllm_config).numa_bind)

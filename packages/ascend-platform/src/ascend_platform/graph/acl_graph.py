@@ -98,7 +98,7 @@ _is_drafter: ContextVar[bool] = ContextVar("a drafter's graphs are captured", de
 
 @functools.cache
 def _pool_of_drafter(pool: Hashable) -> Any:
-    """The memory pool of a drafter's graphs where the target's are captured into ``pool``."""
+    """The memory pool of a drafter's graphs where the target captures into ``pool``."""
     return torch.npu.graph_pool_handle()
 
 

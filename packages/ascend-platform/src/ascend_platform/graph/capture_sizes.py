@@ -23,8 +23,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from ascend_platform import chips, host
-from ascend_platform.config import options
+from ascend_platform import chips, host, options
 from ascend_platform.logger import logger
 from ascend_platform.overrides.guard import without
 
@@ -125,7 +124,7 @@ def least_support(own: int) -> int:
 
 
 def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: list[Any]) -> Any:
-    """Return a backend with :func:`least_support`, None if this stage's is as little."""
+    """Return a backend with :func:`least_support`, None if this stage supports no more."""
     own = min(
         (
             backend.get_builder_cls().get_cudagraph_support(vllm_config, group.kv_cache_spec).value
@@ -278,13 +277,13 @@ def num_streams_here(graphs: int, vllm_config: Any) -> int:
     is_moe = vllm_config.model_config.is_moe
     every = (get_tp_group(), get_dp_group(), get_pcp_group(), *([get_ep_group()] if is_moe else []))
     groups = [group for group in every if group.world_size > 1]
-    own = 1 + (is_moe and options.platform(vllm_config).shared_experts_stream)
+    own = 1 + (is_moe and options.of(options.Platform, vllm_config).shared_experts_stream)
     return num_streams(graphs, len(groups), sum(map(_is_on_vector_cores, groups)), own)
 
 
 def _is_on_vector_cores(group: Any) -> bool:
     """Whether HCCL schedules a group's collectives on the vector cores: by the group's mode,
-    otherwise by the environment's."""
+    otherwise by the mode of the environment."""
     backend = group.device_group._get_backend(torch.device("npu"))
     if mode := backend.options.hccl_config.get("hccl_op_expansion_mode"):
         return bool(mode >= EXPANSION_MODE_AIV)

@@ -14,7 +14,7 @@ ACTIVITIES = {
     "CPU": torch_npu.profiler.ProfilerActivity.CPU,
     "PrivateUse1": torch_npu.profiler.ProfilerActivity.NPU,
 }
-"""vLLM's names of profiler activities to torch_npu's."""
+"""vLLM's names of profiler activities to those of torch_npu."""
 
 # vLLM looks up such tables by device type to validate the profiler configuration
 # (validate_worker_profiler_config).

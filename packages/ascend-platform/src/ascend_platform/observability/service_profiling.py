@@ -5,7 +5,7 @@ msServiceProfiler measures.
 
 msServiceProfiler, from CANN's toolkit or from PyPI, is a vLLM plugin itself. It measures and labels
 the functions that ``~/.config/vllm_ascend/service_profiling_symbols.VERSION.yaml`` names, VERSION
-being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is set; ``PROFILING_SYMBOLS_PATH`` names another
+of vLLM, once ``SERVICE_PROF_CONFIG_PATH`` is set; ``PROFILING_SYMBOLS_PATH`` names another
 file. Its documentation describes both, and the fields of the file:
 https://docs.vllm.ai/projects/ascend/en/latest/developer_guide/performance_and_debug/service_profiling_guide.html
 """
@@ -73,14 +73,14 @@ def of_runner(runner: str, *methods: str) -> list[Symbol]:
 def symbols() -> list[Symbol]:
     """Those of the installed vLLM: of the runners that it has, as an engine's options choose
     between them."""
-    from ascend_platform.overrides import launch_sites
+    from ascend_platform.config import runners
+    from ascend_platform.overrides import table
     from ascend_platform.plugins import requirements
-    from ascend_platform.worker import runners
 
     found = [*SYMBOLS]
     if runners.has_v1():
         found += runners.module("v1", "profiling_symbols").SYMBOLS
-    if Version(requirements.version("vllm")) >= Version(launch_sites.SINCE):
+    if Version(requirements.version("vllm")) >= Version(table.V2_SINCE):
         found += runners.module("v2", "profiling_symbols").SYMBOLS
     return found
 

@@ -51,8 +51,7 @@ class NPUGeluAndMul(GeluAndMul):
 
 
 class NPUTanhGELUMixin:
-    """GELU's tanh approximation by PyTorch's operator, of which vLLM's layer is the formula written
-    out."""
+    """GELU's tanh approximation by PyTorch's operator; vLLM's layer writes the formula out."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")

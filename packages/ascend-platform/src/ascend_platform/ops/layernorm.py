@@ -76,8 +76,8 @@ class NPURMSNorm(RMSNorm, BiasedNorm):
 class NPURMSNormGated(RMSNormGated):
     """``rms_norm(x) * silu(z)``, the norm of linear attention, by npu_rms_norm and npu_swiglu.
 
-    The norm is rounded to x's dtype before it is multiplied, as in transformers. Other forms are
-    vLLM's in PyTorch.
+    The norm is rounded to x's dtype before it is multiplied, as in transformers. vLLM
+    computes other forms in PyTorch.
     """
 
     def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:

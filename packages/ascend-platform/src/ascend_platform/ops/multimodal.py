@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Embeddings of images and sounds in a prompt's, without assignment by a boolean mask."""
+"""Embeddings of images and sounds among those of a prompt, without assignment by a boolean mask."""
 
 import torch
 from vllm.model_executor.models import utils

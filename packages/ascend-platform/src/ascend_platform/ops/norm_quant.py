@@ -3,7 +3,7 @@
 """RMSNorm, or SwiGLU, and the dynamic quantization of the linear layer that reads it, as one
 operator, where the model is not compiled.
 
-They are those of which vLLM's decoder layers give the result to one linear layer. Another reader
+They are those whose result vLLM's decoder layers give to one linear layer. Another reader
 gets the result in the model's dtype, and ends the fusion for its norm or activation.
 """
 

@@ -63,7 +63,7 @@ def install(model: torch.nn.Module) -> int:
 
 
 def _is_plain(layer: Any) -> bool:
-    """npu_grouped_matmul takes float32 biases with bfloat16 weights, and models have others."""
+    """npu_grouped_matmul takes float32 biases with bfloat16 weights, unlike those of models."""
     return (
         type(layer) is QKVParallelLinear
         and type(layer.quant_method) is UnquantizedLinearMethod

@@ -53,7 +53,7 @@ def _rotate(
         positions: ``[tokens]``, or ``[3, tokens]`` with a section.
         section: frequencies of each row of positions, zeros for one row.
         cache_mode: how the rows share the frequencies, default (one range each) or interleave.
-        head_size: elements of a head, where that is not the layer's.
+        head_size: elements of a head, if not those of the layer.
     """
     tokens, two_dims = positions.shape[-1], query.dim() == key.dim() == 2
     rotated_query, rotated_key = torch_npu.npu_mrope(
@@ -90,7 +90,7 @@ class NPURotaryMixin:
     def rotate_first(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotate the first elements of heads that are wider than the layer's; None if npu_mrope
+        """Rotate the first elements of heads that are wider than in the layer; None if npu_mrope
         does not support the width."""
         if not _is_supported(self, query, head_size):
             return None

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import (
     SharedExpertsOrder,
 )
 
-from ascend_platform.config import options
+from ascend_platform import options
 
 
 @functools.cache
@@ -35,7 +35,7 @@ class NPUSharedExperts(SharedExperts):
         lora = config.lora_config
         # Collectives of both streams in one group could be reordered.
         sharded = lora is not None and lora.fully_sharded_loras
-        wanted = options.platform(config).shared_experts_stream
+        wanted = options.of(options.Platform, config).shared_experts_stream
         if wanted and not sharded and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
             self._stream = _stream(torch.npu.current_device())
             self._input_ready_event = [torch.npu.Event(), torch.npu.Event()]

@@ -23,7 +23,7 @@ def get_masked_input_and_mask(
     any valid one.
 
     Only on CUDA torch.compile fuses vLLM's thirteen operators into one kernel. A shard with added
-    tokens, or without any, takes vLLM's.
+    tokens, or without any, uses vLLM's form.
     """
     if (
         added_vocab_start_index < added_vocab_end_index

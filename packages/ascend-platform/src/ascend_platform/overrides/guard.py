@@ -36,8 +36,18 @@ def check(*tables: str) -> None:
     Raises:
         RefusedError: a target is missing or has changed, in one line.
     """
+    check_rows(table.rows(*tables))
+
+
+def check_rows(rows: Iterable[Override]) -> None:
+    """Compare the targets of these rows with the source that this version supports.
+
+    Raises:
+        RefusedError: a target is missing or has changed, in one line.
+    """
     _warn_of_unknown_names(frozenset(_accepted()))
-    different = [each for each in table.rows(*tables) if _problem(each.target)]
+    rows = [each for each in rows if each.is_needed]
+    different = [each for each in rows if _problem(each.target)]
     refused = [each for each in different if not _accept(each)]
     fingerprint.parsed.cache_clear()
     if refused:
@@ -48,21 +58,16 @@ def check(*tables: str) -> None:
 
 
 def install(name: str, *modules: str) -> None:
-    """Apply the rows of a table whose replacement is in these modules, below ``ascend_platform``, or
+    """Apply the rows of a table whose replacement is in these modules, below the table's package, or
     all that name one; a second call does nothing.
 
     Raises:
         RefusedError: as :func:`override`.
     """
-    chosen = [
-        each
-        for each in table.rows(name)
-        if each.by and (not modules or each.by.partition(":")[0] in modules)
-    ]
+    rows = table.of_modules(name, *modules)
+    chosen = [each for each in rows if each.by and each.action != "contained"]
     # Our modules import vLLM's own objects, so that they come before any of these is replaced.
-    found = [
-        (each, pkgutil.resolve_name(f"{fingerprint.__package__}.{each.by}")) for each in chosen
-    ]
+    found = [(each, pkgutil.resolve_name(f"{each.package}.{each.by}")) for each in chosen]
     for each, replacement in found:
         if each.action == "entries added":
             add(each.target, replacement)
@@ -150,7 +155,7 @@ def replaced(target: str, replacement: Any) -> Iterator[None]:
 
 def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
     """Add entries to a dict, or attributes to a class, where it does not have the key, or members
-    to a set of vLLM's.
+    to a set of vLLM.
 
     Raises:
         RefusedError: the target is missing, or its source or that of its user has changed.
@@ -182,7 +187,7 @@ def without(target: str, members: Iterable[Any]) -> Iterator[None]:
 
 
 def require(target: str) -> None:
-    """Compare a target that is used, or replaced through a registry of vLLM's, with the supported
+    """Compare a target that is used, or replaced through a registry of vLLM, with the supported
     source.
 
     Raises:
@@ -233,9 +238,9 @@ def _error(each: Override, problem: str) -> RefusedError:
         names = ",".join(sorted({*_accepted(), each.name}))
         accept = f", or, if this vLLM is edited and the override fits it: export {ACCEPT}={names}"
     return RefusedError(
-        f"vLLM {requirements.version('vllm')} is not supported by ascend-platform"
-        f" {requirements.version('ascend-platform')}: override {each.name}: {problem};"
-        f" fix: {requirements.upgrade_command()}, or install an unedited release of"
+        f"vLLM {requirements.version('vllm')} is not supported by {each.distribution}"
+        f" {requirements.version(each.distribution)}: override {each.name}: {problem};"
+        f" fix: {requirements.upgrade_command(each.distribution)}, or install an unedited release of"
         f" {_supported()}{accept}"
     )
 

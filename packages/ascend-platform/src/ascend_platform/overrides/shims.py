@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shims for what some supported versions of vLLM lack; each is removed once the lowest supported
-version has it.
+version includes it.
 
 Whether it is needed is determined from vLLM's code, never from its version. ``until``, the first
 vLLM that has what is missing, is for the tests (``tests/plugins/test_compat.py``), which fail when
@@ -71,7 +71,7 @@ def init_workspace_and_model_runner(worker: Any) -> None:
     otherwise=lambda compute: compute,
 )
 def slot_mapping_kernel(compute: Callable[..., None]) -> Callable[..., None]:
-    """Adapt a function with 0.32's arguments of ``ComputeSlotMappingKernel.kernel`` to 0.31's.
+    """Adapt a function with 0.32's arguments of ``ComputeSlotMappingKernel.kernel`` to 0.31.
 
     0.31 has two more: ``block_size`` of the attention, before ``slot_mapping``, and
     ``BLOCKS_PER_KV_BLOCK``, after ``KV_CACHE_BLOCK_SIZE``, which is one times the other. The table

@@ -8,9 +8,11 @@ from __future__ import annotations
 COMPONENTS = {
     "ascend-platform": "ascend",
     "ascend-attention": "ascend_attention",
+    "ascend-cli": "ascend_cli",
     "ascend-communicator": "ascend_communicator",
     "ascend-kv-connector": "ascend_kv_connector",
     "ascend-model-loader": "ascend_model_loader",
+    "ascend-models": "ascend_models",
     "ascend-patches": "ascend_patches",
 }
 """Distribution name to entry-point name, in the order of the summary line. VLLM_PLUGINS filters by
@@ -26,8 +28,7 @@ VARIABLES = {
         "names of overrides to apply to a vLLM whose source differs, separated by commas"
     ),
     "VLLM_ASCEND_STARTUP_CHECKS": (
-        "`0` keeps `ascend_platform.pth` from checking commands, collecting garbage rarely and starting"
-        " the engine core early"
+        "`0` keeps `ascend_platform.pth` from starting diagnostics and collecting garbage rarely"
     ),
     "VLLM_ASCEND_WEIGHTS_SECRET": (
         "the secret of engines that load weights from each other, where no file is named for it"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Builds of torch, torchvision and torchaudio. On x86_64, PyPI has those for CUDA, which cannot be
-used with torch_npu."""
+"""Builds of torch, torchvision and torchaudio. On x86_64, PyPI has builds for CUDA, which cannot
+be used with torch_npu."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ascend_platform.plugins.requirements import (
     BUILT_FOR_TORCH,
     CPU_INDEX,
     all_unmet,
+    built_for_torch,
+    cpu_build,
     unmet,
     version,
 )
@@ -28,8 +30,8 @@ def cuda_torch() -> Problem | None:
 
     The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing
     can catch it. A library of that name without the option, which some CPU builds have instead of
-    CUDA's, does no harm. The fix names the packages built for this torch too, which could not be
-    imported with the CPU build (:func:`cuda_extensions`).
+    that of CUDA, does no harm. The fix names the packages built for this torch too, which could not
+    be imported with the CPU build (:func:`cuda_extensions`).
     """
     libraries = [each / "lib" / "libc10_cuda.so" for each in _directories("torch")]
     if not _directories("torch_npu") or not any(
@@ -75,8 +77,9 @@ def unusable_extensions() -> Problem | None:
 def install_command(*names: str) -> str:
     """The command that installs the CPU builds of torchvision or torchaudio for the installed
     torch, which pip would replace without its pin."""
-    pin = f"'torch=={_release('torch')}'"
-    return f"pip install --upgrade {' '.join(names)} {pin} --index-url {CPU_INDEX}"
+    torch = _release("torch")
+    pins = " ".join([*(built_for_torch(name, torch) for name in names), f"'torch=={torch}'"])
+    return f"pip install --upgrade {pins} --index-url {CPU_INDEX}"
 
 
 def unloadable(name: str) -> Problem:
@@ -103,7 +106,7 @@ def _directories(package: str) -> list[Path]:
 def _reinstall(*names: str) -> str:
     """Command that replaces these packages by the CPU builds of the same versions, and nothing
     else: what they require is installed."""
-    pins = " ".join(f"'{name}=={_release(name)}'" for name in names)
+    pins = " ".join(cpu_build(name, _release(name)) for name in names)
     return f"pip install --force-reinstall --no-deps {pins} --index-url {CPU_INDEX}"
 
 

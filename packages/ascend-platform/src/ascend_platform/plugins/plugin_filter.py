@@ -26,7 +26,7 @@ class PluginFilter:
 
     @classmethod
     def current(cls) -> PluginFilter:
-        """This process's."""
+        """The filter of this process."""
         return cls(os.environ.get(VARIABLE))
 
     @property

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ascend_platform.config import options
+from ascend_platform import options
 from ascend_platform.errors import Problem
 from ascend_platform.logger import logger
 from ascend_platform.plugins import COMPONENTS, requirements
 from ascend_platform.plugins.plugin_filter import PluginFilter
 
-API_VERSION = "1.6"
+API_VERSION = "1.8"
 """Version of ``ascend_platform.extension``: additions raise the second number, all other changes
 the first."""
 
@@ -173,7 +173,7 @@ def summary(attention: str, runner: str = "", delta_rule: str = "") -> str:
     vLLM, torch and torch-npu.
 
     ``runner`` is the model runner and what asks for it; ``delta_rule`` is the gated delta rule of a
-    model that has it.
+    model that uses it.
     """
     version = requirements.version
     names = dict.fromkeys((*COMPONENTS, *_statuses))  # The others are of other projects.

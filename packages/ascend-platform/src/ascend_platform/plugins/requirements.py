@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import platform
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -105,14 +107,40 @@ def install_command(requirement: Requirement) -> str:
     PyTorch's index of CPU builds: on PyPI it is the CUDA build, beside which torch_npu cannot be
     loaded. Installed packages that are built for a version of torch are replaced together with it.
     """
-    install, index, others = "pip install", "", ""
+    install, text = "pip install", f"'{_text(requirement)}'"
     if requirement.name == "vllm":
-        install = f"VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 {install} --no-binary vllm"
-    elif requirement.name in ("torch", "torch-npu"):
+        build = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1"
+        return f"{build} {install} --no-binary vllm {text}"
+    others = [name for name in BUILT_FOR_TORCH if version(name)]
+    exact = re.fullmatch(r"==(\d+\.\d+\.\d+)(?:\.\*)?", str(requirement.specifier))
+    if requirement.name == "torch" and exact:
+        text = cpu_build("torch", exact[1])
+        others = [built_for_torch(name, exact[1]) for name in others]
+    if requirement.name in ("torch", "torch-npu"):
         option = "--index-url" if requirement.name == "torch" else "--extra-index-url"
-        index = f" {option} {CPU_INDEX}"
-        others = "".join(f" {name}" for name in BUILT_FOR_TORCH if version(name))
-    return f"{install} '{_text(requirement)}'{others}{index}"
+        return f"{install} {' '.join([text, *others])} {option} {CPU_INDEX}"
+    return f"{install} {text}"
+
+
+def cpu_build(name: str, release: str) -> str:
+    """The CPU build of a release on PyTorch's index, as an argument of pip.
+
+    On x86_64 it is a local version there. Without that, pip takes the CUDA build where its
+    configuration has another index and PyTorch's does not answer, and reports success.
+    """
+    local = "+cpu" if platform.machine() == "x86_64" else ""
+    return f"'{name}=={release}{local}'"
+
+
+def built_for_torch(name: str, release: str) -> str:
+    """torchvision or torchaudio for a release of torch, as an argument of pip.
+
+    torchvision 0.28.0 is for torch 2.13.0, and so on. torchaudio has no version for each torch.
+    """
+    numbers = re.fullmatch(r"2\.(\d+)\.(\d+)", release)
+    if name != "torchvision" or not numbers:
+        return name
+    return cpu_build(name, f"0.{int(numbers[1]) + 15}.{numbers[2]}")
 
 
 @functools.cache

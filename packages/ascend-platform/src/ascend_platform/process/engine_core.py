@@ -20,7 +20,8 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Like vLLM's; before a method that may replace weights or an adapter, listeners are told."""
+    """Like the base method, but tell listeners before a method may replace weights or an
+    adapter."""
     if method == "add_lora" and args and isinstance(args[0], LoRARequest):
         with replacements.note_adapter(core.vllm_config, args[0]):
             return _collective_rpc(core, method, timeout, args, kwargs)
@@ -30,7 +31,7 @@ def collective_rpc(
 
 
 def add_lora(core: EngineCore, lora_request: LoRARequest) -> bool:
-    """Like vLLM's, between two notes of the adapter's files. vLLM decodes the argument by its
-    annotation."""
+    """Like the base method, between two notes of the adapter's files. vLLM decodes the argument by
+    its annotation."""
     with replacements.note_adapter(core.vllm_config, lora_request):
         return _add_lora(core, lora_request)

@@ -28,7 +28,7 @@ def reason_against() -> str:
 def prepare_process() -> None:
     """Prepare this process, before vLLM reads these variables, imports the platform's class and
     creates anything."""
-    from ascend_platform.process import failures, ray, scopes, sockets, watchdog
+    from ascend_platform.process import diagnostics, ray, scopes, sockets, watchdog
 
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
         _pin(
@@ -46,8 +46,7 @@ def prepare_process() -> None:
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()
     ray.keep_resource_tracker()
-    failures.forget()
-    failures.watch()
+    diagnostics.watch()
     for scope in scopes.scopes_here():
         scopes.enter(scope)
 

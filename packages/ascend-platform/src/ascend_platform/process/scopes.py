@@ -19,8 +19,8 @@ def scopes_here() -> tuple[str, ...]:
     hence imports, anything of vLLM: ``EngineCore`` or ``EngineCore_DP<n>``
     (``vllm/v1/engine/utils.py``, ``CoreEngineProcManager``) and ``VllmWorker-<n>``
     (``vllm/v1/executor/multiproc_executor.py``). Any other process counts as the main process.
-    Engine and worker can also run in the main process, in the engine's, or in a Ray actor; there
-    the platform enters their scopes from the hooks that vLLM calls.
+    Engine and worker can also run in the main process, in that of the engine, or in a Ray actor;
+    there the platform enters their scopes from the hooks that vLLM calls.
     """
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):

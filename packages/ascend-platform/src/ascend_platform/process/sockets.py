@@ -6,13 +6,14 @@ import atexit
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.process import failures
+from ascend_platform.process import diagnostics
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 # Bytes: sun_path of Linux, minus vLLM's name of a socket.
@@ -45,9 +46,20 @@ def check_directory() -> None:
     _check("TMPDIR" if user_directory is None else VARIABLE, directory, longest)
 
 
+def is_private(directory: str) -> bool:
+    """Whether this is a directory, and no link to one, in which only this user, and root, may
+    write."""
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return False
+    is_writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not is_writable
+
+
 def _needs_directory(user_directory: str | None) -> bool:
     return user_directory is None or (
-        os.path.isdir(user_directory) and not failures.is_private(user_directory)
+        os.path.isdir(user_directory) and not is_private(user_directory)
     )
 
 
@@ -79,7 +91,7 @@ def replace_foreign_directory() -> None:
     that waits for their end removes the new directory.
     """
     directory = os.environ.get(VARIABLE)
-    if directory and "ray" in sys.modules and not failures.is_private(directory):
+    if directory and "ray" in sys.modules and not is_private(directory):
         _create()
         remove = ["sh", "-c", 'read -r line; rm -rf -- "$0"', os.environ[VARIABLE]]
         _waiting.append(subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True))
@@ -105,5 +117,5 @@ def _create(parent: str | None = None) -> None:
 
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked child
-        failures.cause()  # This reads the reports of child processes.
+        diagnostics.read_reports()
         shutil.rmtree(directory, ignore_errors=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 SWITCH = "VLLM_ASCEND_STARTUP_CHECKS"
-"""Environment variable; with "0" nothing is checked, no excepthook is installed, garbage is
-collected as Python does, and the engine core is started by vLLM only."""
+"""Environment variable; with "0" diagnostics do not start, and garbage is collected as Python
+does."""
 
 IMPORTING = 100_000, 20, 100
 """Thresholds of the garbage collector while vLLM is imported, which makes a million objects that
@@ -26,14 +26,13 @@ _thresholds: tuple[int, int, int] | None = None  # to be restored
 
 
 def run() -> None:
-    """Check the environment and install the excepthook if vLLM is the program that this process
+    """Start diagnostics, and collect garbage rarely, if vLLM is the program that this process
     runs."""
     if os.environ.get(SWITCH) != "0" and runs_vllm(sys.orig_argv):
-        from ascend_platform.process import early_engine, excepthook
+        from ascend_platform.process import diagnostics
 
         skip_last_collection()
-        excepthook.install()
-        early_engine.start()
+        diagnostics.start_command()
         # It measures, and configures no engine for collect_garbage_as_before().
         if "bench" not in sys.orig_argv:
             collect_garbage_rarely()

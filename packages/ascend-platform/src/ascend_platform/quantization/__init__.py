@@ -16,6 +16,7 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.plugins import requirements
 from ascend_platform.quantization.common import (
+    DEEPSEEK_V4,
     DESCRIPTION,
     FP8,
     METHODS,
@@ -39,6 +40,7 @@ def register() -> ImportError | None:
     try:
         import ascend_platform.quantization.formats.awq_gptq
         import ascend_platform.quantization.formats.compressed_tensors
+        import ascend_platform.quantization.formats.deepseek_v4
         import ascend_platform.quantization.formats.fp8
         import ascend_platform.quantization.formats.modelslim
         import ascend_platform.quantization.formats.mxfp4  # noqa: F401
@@ -72,7 +74,7 @@ def check_weights(model: Any) -> None:
     Raises:
         RefusedError: the method and the model.
     """
-    if model is None or model.quantization not in (FP8, MXFP4):
+    if model is None or model.quantization not in (FP8, MXFP4, DEEPSEEK_V4):
         return
     if not any(
         hasattr(each, "quantization_config") for each in (model.hf_config, model.hf_text_config)

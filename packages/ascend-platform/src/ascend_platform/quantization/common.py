@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ascend_platform import chips, host
-from ascend_platform.config import options
+from ascend_platform import chips, host, options
 from ascend_platform.errors import RefusedError
 
 NAME = "ascend"
@@ -18,11 +17,12 @@ AWQ, GPTQ = "auto_awq", "auto_gptq"
 """vLLM's names of the methods; checkpoints have ``awq`` and ``gptq``."""
 
 FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
+DEEPSEEK_V4 = "deepseek_v4_fp8"
 
 SCHEME_BITS = {"W8A8": 8, "W8A8_DYNAMIC": 8, "W8A16": 8, "W4A16": 4, "W4A8_DYNAMIC": 4}
 """Bits of a weight by scheme; the layout planner reads them without importing torch."""
 
-METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
+METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4, DEEPSEEK_V4)
 
 
 def not_quantized(method: str, model: str) -> RefusedError:
@@ -51,11 +51,11 @@ def check_chip(schemes: Iterable[str]) -> None:
 def uses_weight_nz() -> bool:
     """Whether int8 matrices, of experts too, are stored in FRACTAL_NZ: the option
     ``ascend.platform.weight_nz``, or by chip."""
-    asked = options.current_platform().weight_nz
+    asked = options.of(options.Platform).weight_nz
     return chips.chip().family.weight_nz if asked is None else bool(asked)
 
 
 def fp8_target() -> str:
     """Target of the conversion of FP8 weights at load, the model's dtype or int8: the option
     ``ascend.platform.fp8``."""
-    return options.current_platform().fp8
+    return options.of(options.Platform).fp8

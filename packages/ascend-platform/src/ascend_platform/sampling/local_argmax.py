@@ -19,7 +19,7 @@ from vllm import envs
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from ascend_platform.config import options
+from ascend_platform import options
 
 MIN_RANKS = 8
 """Ranks from which on the gather of all logits is worth avoiding; see docs/defaults.md."""
@@ -40,7 +40,7 @@ class LocalArgmax:
         A model that changes logits after its LogitsProcessor may do so by token ids.
         """
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        chosen = options.platform(vllm_config).local_argmax
+        chosen = options.of(options.Platform, vllm_config).local_argmax
         processors = [each for each in model.modules() if isinstance(each, LogitsProcessor)]
         if (
             ranks == 1

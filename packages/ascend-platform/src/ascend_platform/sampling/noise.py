@@ -23,7 +23,7 @@ _NUMBERS_AT_ONCE = 1 << 23
 
 def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
     """Exponential noise of the shape of `logits`, float32 or float64, from the device's generator,
-    in one operator where the chip has it."""
+    in one operator on chips that support it."""
     drawn = torch.empty_like(logits, dtype=torch.float64 if use_fp64 else torch.float32)
     is_fused = chip().family.top_k_top_p and not use_fp64
     return torch_npu.npu_sim_exponential_(drawn) if is_fused else drawn.exponential_()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Top-k, top-p and random sampling with npu_top_k_top_p_sample, on chips that have it.
+"""Top-k, top-p and random sampling with npu_top_k_top_p_sample, on chips that support it.
 
-The steps before are vLLM's, in PyTorch: penalties, bias, bad words, min-p, temperature. Shapes,
-dtypes and limits of the operator are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu
-wheel.
+vLLM computes the steps before it in PyTorch: penalties, bias, bad words, min-p, temperature.
+Shapes, dtypes and limits of the operator are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 
 What a request gets does not depend on the other requests: where one of them has a k that the
 operator ignores, its row is computed in PyTorch, and the others' by the operator.

@@ -67,13 +67,13 @@ def weights_fingerprint(model_config: Any) -> str:
 
 def adapter_files(path: str) -> tuple[tuple[str, int, int], ...]:
     """Name, bytes and time of the last change in ns of each file of a LoRA adapter, which is a
-    directory or a repository of Hugging Face's hub; empty if this machine does not have it."""
+    directory or a repository of Hugging Face's hub; empty if it is not on this machine."""
     directory = _downloaded(path, "adapter_config.json")
     return tuple(sorted(_states(directory, OF_ADAPTER))) if directory else ()
 
 
 def adapter_fingerprint(path: str) -> str:
-    """Hash of all bytes of an adapter's files; "" if this machine does not have them."""
+    """Hash of all bytes of an adapter's files; "" if they are not on this machine."""
     files = adapter_files(path)
     directory, digest = _downloaded(path, "adapter_config.json"), hashlib.sha256()
     for name, size, _ in files:
@@ -86,7 +86,7 @@ def adapter_fingerprint(path: str) -> str:
 
 
 def _directory(model_config: Any) -> Path | None:
-    """Directory of a checkpoint; None if this machine does not have it."""
+    """Directory of a checkpoint; None if it is not on this machine."""
     name = model_config.model_weights or model_config.model
     return _downloaded(name, "config.json", model_config.revision)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import slots
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.errors import Settled
 
@@ -24,11 +25,9 @@ SETTLE_POLL_SECONDS = 1.0
 _kept: list[Callable[[], object]] = []
 """Never called: what they refer to is kept for the life of the process."""
 
-ENGINES = {
-    "mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine",
-    "hccl": "ascend_platform.transfer.hccl.HcclEngine",
-}
-"""Class by name; its module has ``check()``."""
+ENGINES = {"mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine", "hccl": ""}
+"""Class by name, whose module has ``check()``; "" is what ascend-communicator offers for the slot
+``transfer_engine.NAME``."""
 
 
 class Runs(NamedTuple):
@@ -46,9 +45,9 @@ class Runs(NamedTuple):
 class Engine(Protocol):
     """One process's side of an engine.
 
-    The constructor takes the host, the protocol, if instances share a secret the keys, ports to
-    choose from, None for any, and the seconds after which a read is aborted, if the engine has to
-    know them before. It raises RefusedError if the engine is not available.
+    Arguments of the constructor are the host, the protocol, the keys if instances share a secret,
+    ports to choose from (None for any), and the seconds after which a read is aborted, if the
+    engine has to know them before. It raises RefusedError if the engine is not available.
 
     Attributes:
         name: for messages, such as ``mooncake (tcp)``; must be the same on both sides.
@@ -85,8 +84,7 @@ class Engine(Protocol):
         """
 
     def write(self, session: str, runs: Runs) -> None:
-        """Copy runs of registered memory here to a peer's, whose addresses are ``remote``; only if
-        ``can_write``.
+        """Copy runs of registered memory to addresses ``remote`` of a peer; only if ``can_write``.
 
         Raises:
             TransferError: the memory there is undefined, and may change until the error is
@@ -111,7 +109,9 @@ def check(name: str, option: str) -> None:
         raise RefusedError(
             f"{option} is {name!r}; supported: {', '.join(ENGINES)}; fix: name one of these"
         )
-    _module(name).check()
+    module, _ = _class(name)
+    if ENGINES[name]:
+        module.check()
 
 
 def make_engine(
@@ -127,9 +127,8 @@ def make_engine(
     Raises:
         RefusedError: it is not available.
     """
-    return getattr(_module(name), ENGINES[name].rpartition(".")[2])(
-        host, protocol, keys, ports, timeout
-    )
+    module, engine = _class(name)
+    return getattr(module, engine)(host, protocol, keys, ports, timeout)
 
 
 def release_when_settled(settled: Settled, release: Callable[[], object]) -> None:
@@ -150,5 +149,16 @@ def release_when_settled(settled: Settled, release: Callable[[], object]) -> Non
         _kept.append(release)
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(ENGINES[name].rpartition(".")[0])
+def _class(name: str) -> tuple[Any, str]:
+    """The module of an engine, and the name of its class there.
+
+    Raises:
+        RefusedError: ascend-communicator is not installed, or is filtered out.
+    """
+    if (path := ENGINES[name] or slots.offered(f"transfer_engine.{name}")) is None:
+        raise RefusedError(
+            f"{name} needs ascend-communicator, which is not active; fix: pip install"
+            " ascend-communicator, and add ascend_communicator to VLLM_PLUGINS if that is set"
+        )
+    module, _, engine = path.rpartition(".")
+    return importlib.import_module(module), engine

@@ -44,7 +44,7 @@ class Codec:
 
 
 def _decoder(types: Any) -> Callable[[bytes], Any]:
-    """Decodes a message of these types; whatever a peer has sent, the error is msgspec's."""
+    """Decodes a message of these types; any bytes of a peer raise only errors of msgspec."""
     decode = msgspec.msgpack.Decoder(types).decode
 
     def decode_message(content: bytes) -> Any:

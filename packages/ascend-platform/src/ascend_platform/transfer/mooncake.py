@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Mooncake's transfer engine (``mooncake.engine.TransferEngine``), of which a process has one for
-each host and protocol."""
+"""Mooncake's transfer engine (``mooncake.engine.TransferEngine``). A process creates one for each
+host and protocol."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 
 PAUSES = 0.0001, 0.001
 """First and longest pause in seconds between looks at a transfer's state: a chunk of 16 MiB at 25
-GB/s takes 0.0007."""
+GB/s takes 0.0007 s."""
 
 MOST_QUEUED = 16
 """Runs of a read or write in Mooncake's queue for a peer, which all threads share: it takes 1024 by
@@ -196,8 +196,8 @@ class SharedEngine:
 
         Mooncake's synchronous calls read the state without a pause, so that each takes a processor,
         and fail if they submit more runs than the peer's queue takes; this waits asleep, with few
-        in the queue. The state that Mooncake has of a batch is its first run's: each run is a
-        batch. The timeout is that of the synchronous calls
+        in the queue. Mooncake reports only the state of the first run of a batch, so each run
+        is a batch. The timeout is that of the synchronous calls
         (``mooncake-integration/transfer_engine/transfer_engine_py.cpp``, ``batchTransferSync``,
         ``transferCheckStatus``).
         """

@@ -32,7 +32,7 @@ _claims: dict[str, socket.socket] = {}
 
 def bind(parallel: "ParallelConfig", npu: int) -> None:
     """Bind the threads of this worker after its warm-up, if vLLM has bound it to its NPU's NUMA
-    node. Threads that start later stay off the cores of torch_npu's.
+    node. Threads that start later stay off the cores of torch_npu's threads.
 
     A second engine on the same NPU keeps off those of the first and has no cores of its own.
     Containers with a network of their own do not see each other: with the same NPU they have the
@@ -66,7 +66,7 @@ def bind(parallel: "ParallelConfig", npu: int) -> None:
 
 
 def shared(usable: Sequence[int], place: host.NPUPlace) -> list[int]:
-    """Those cores of an NPU's node that are the NPU's, as far as this process may use them."""
+    """Those cores of an NPU's node that belong to the NPU and that this process may use."""
     every = host.node_cores(place.node)
     first, last = (len(every) * each // place.npus for each in (place.position, place.position + 1))
     return [core for core in every[first:last] if core in usable]
@@ -90,9 +90,9 @@ def claim(bus: str) -> bool:
 def assigned(
     names: dict[int, str], cores: Sequence[int], main: int, is_first: bool = True
 ) -> dict[int, set[int]]:
-    """The cores of each thread, by its number and its name: torch_npu's have the last ones, and only
-    the main thread the one before. Of a name the first thread has the core; threads that it starts
-    inherit its name."""
+    """The cores of each thread, by its number and its name. Threads of torch_npu have the last
+    ones, and only the main thread the one before. Of a name the first thread has the core; threads
+    that it starts inherit its name."""
     others, mains = set(cores[:-KEPT]), set(cores[: -len(ALONE)])
     if not is_first:
         return dict.fromkeys(names, others)

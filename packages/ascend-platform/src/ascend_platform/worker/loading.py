@@ -15,9 +15,9 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 import ascend_platform.ops.moe.experts  # noqa: F401
-from ascend_platform import host
-from ascend_platform.attention import selector
-from ascend_platform.config import mla_prolog, options
+from ascend_platform import host, options
+from ascend_platform.attention import mla_prolog, selector
+from ascend_platform.config import architectures
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.overrides import guard, shims
@@ -101,8 +101,11 @@ class ModelMixin:
             elif isinstance(layer, Attention):
                 # A separate operator is for Dynamo, see opaque_attention_op.
                 layer.use_direct_call = not compiled
-        own = options.platform(self.vllm_config)
-        if selector.is_sparse(self.model_config) or "int8" in (own.index_cache, own.latent_cache):
+        own = options.of(options.Platform, self.vllm_config)
+        if architectures.has_sparse_attention(self.model_config) or "int8" in (
+            own.index_cache,
+            own.latent_cache,
+        ):
             # vLLM has imported the model, which takes long.
             from ascend_platform.attention import indexer
 
@@ -166,12 +169,12 @@ class ModelMixin:
     def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
         """Replace the model's layers by those with adapters, as vLLM does, with corrections; some
         adapters are refused."""
-        guard.install("common", "ops.moe.lora")
+        guard.install("common", "lora.experts")
         model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
         # It imports state-space layers, which are prepared by now.
-        from ascend_platform.ops import lora_layers
+        from ascend_platform.lora import layers
 
-        lora_layers.install(self.lora_manager)
+        layers.install(self.lora_manager)
         return model
 
     def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:

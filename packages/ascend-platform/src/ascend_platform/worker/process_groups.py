@@ -66,8 +66,8 @@ def create_communicator_of_broadcasts(
 
 
 def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
-    """Refuse pipeline stages of which some have no attention, or no states, where each rank has a
-    scheduler of its own.
+    """Refuse pipeline stages if some have no attention, or no states, and each rank has its own
+    scheduler.
 
     Under vLLM's external launcher a rank schedules by its own cache, and such stages would schedule
     other tokens.

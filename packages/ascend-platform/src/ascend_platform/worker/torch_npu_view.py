@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""``torch`` with torch.npu's streams and events instead of torch.cuda's, for the modules of vLLM
-that use them."""
+"""``torch`` with the streams and events of torch.npu instead of torch.cuda, for the modules of
+vLLM that use them."""
 
 import torch
 

@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
-from ascend_platform.config import allocator, compilation
+from ascend_platform.config import allocator, architectures, compilation, runners
 from ascend_platform.errors import RefusedError
 from ascend_platform.graph import capture_sizes
 from ascend_platform.logger import logger
@@ -38,7 +38,7 @@ from ascend_platform.plugins import slots
 from ascend_platform.process import sockets, watchdog
 from ascend_platform.transfer import replacements
 from ascend_platform.transfer.checkpoint import note_files
-from ascend_platform.worker import cores, process_groups, runners, sleep_mode
+from ascend_platform.worker import cores, process_groups, sleep_mode
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
@@ -48,6 +48,7 @@ class NPUWorker(Worker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         activate(vllm_config)
         ops.register()
+        architectures.register()
         guard.install(
             "common", "graph.acl_graph", "worker.torch_npu_view", "observability.profiler"
         )
@@ -167,7 +168,7 @@ class NPUWorker(Worker):
         """Save the parameters as vLLM does.
 
         Raises:
-            RefusedError: they have another order than vLLM's.
+            RefusedError: they have another order than in vLLM.
         """
         self._check_order()
         super().save_sharded_state(*arguments, **named)
@@ -176,7 +177,7 @@ class NPUWorker(Worker):
         """Save the parameters as vLLM does.
 
         Raises:
-            RefusedError: they have another order than vLLM's.
+            RefusedError: they have another order than in vLLM.
         """
         self._check_order()
         super().save_tensorized_model(*arguments, **named)

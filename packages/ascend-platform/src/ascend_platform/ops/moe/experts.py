@@ -44,6 +44,7 @@ ACTIVATIONS = {
     MoEActivation.SILU: torch_npu.npu_swiglu,
     MoEActivation.GELU_TANH: gelu_tanh,
     MoEActivation.SWIGLUOAI: clipped_swiglu,
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: torch_npu.npu_clipped_swiglu,
     MoEActivation.RELU2_NO_MUL: relu2,
 }
 """Activations of unquantized experts; quantized ones have the first."""
@@ -82,7 +83,7 @@ class NPUExperts:
     """Whether router weights multiply the experts' inputs, instead of their outputs (Llama 4)."""
     activations: tuple[MoEActivation, ...] = (MoEActivation.SILU,)
     lora: Any = None
-    """Returns the step's function that finds the adapters of rows (``ops/moe/lora.py``,
+    """Returns the step's function that finds the adapters of rows (``lora/experts.py``,
     ``FusedMoEWithLoRA.of_step``); None without LoRA on experts."""
 
     def setup_experts(self, layer: Any) -> None:
@@ -197,6 +198,16 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         self.setup_experts(layer)
 
+    def clip(self, activation: MoEActivation) -> dict[str, Any]:
+        """Options of npu_clipped_swiglu for a layer that clips what is not interleaved; none for
+        others."""
+        moe, options = self.moe, {"limit": self.moe.swiglu_limit, "interleaved": False}
+        if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+            return options | {"alpha": moe.swiglu_alpha, "bias": moe.swiglu_beta}
+        if activation == MoEActivation.SILU and moe.swiglu_limit:
+            return options | {"alpha": 1.0, "bias": 0.0}
+        return {}
+
     def forward_oot(
         self,
         layer: Any,
@@ -207,9 +218,8 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
-        activation, limit = ACTIVATIONS[layer.activation], self.moe.swiglu_limit
-        if limit and layer.activation == MoEActivation.SILU:
-            options = {"alpha": 1.0, "limit": limit, "bias": 0.0, "interleaved": False}
+        activation = ACTIVATIONS[layer.activation]
+        if options := self.clip(layer.activation):
             activation = functools.partial(torch_npu.npu_clipped_swiglu, **options)
         experts = UnquantizedExperts(layer.w13_weight, layer.w2_weight, activation, biases)
         return self.apply_routed(experts, x, topk_weights, topk_ids)

@@ -30,7 +30,8 @@ def run_experts(
     activation: Matmul = torch_npu.npu_swiglu,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    """Apply experts to rows sorted by expert; output rows after the last expert's are undefined.
+    """Apply experts to rows sorted by expert; output rows after those of the last expert are
+    undefined.
 
     Args:
         w13: ``[experts, 2 * inner, hidden]``, gate and up projections, or ``[experts, inner,
@@ -38,7 +39,7 @@ def run_experts(
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
-        lora: adapters of the rows (``ascend_platform.ops.moe.lora.RowLoRA``), or None.
+        lora: adapters of the rows (``ascend_platform.lora.experts.RowLoRA``), or None.
         activation: of the first matmul, whose result becomes ``[rows, inner]``.
         biases: of both matmuls, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for
             bfloat16 rows; or None.

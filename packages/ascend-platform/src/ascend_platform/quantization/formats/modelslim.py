@@ -269,7 +269,7 @@ class ModelSlimConfig(QuantizationConfig):
 
 
 def keep_bias(layer: Any) -> None:
-    """Give a linear layer that is being made a bias, where its model has none."""
+    """Give a bias to a linear layer that is being made, if its model has no bias."""
     register = layer.register_parameter
 
     def keep(name: str, parameter: torch.nn.Parameter | None) -> None:

@@ -6,6 +6,7 @@ to the model's dtype."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.utils.math_utils import round_up
 
 from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.quantization.common import MXFP4
-from ascend_platform.quantization.methods.experts import register
+from ascend_platform.quantization.methods.experts import CheckpointExperts
 from ascend_platform.quantization.methods.linear import replace
 
 BLOCK = 32
@@ -65,7 +66,7 @@ class NPUMxfp4Config(GptOssMxfp4Config):
         return ExpandedExperts(moe)
 
 
-class ExpandedExperts(NPUFusedMoEMethod):
+class ExpandedExperts(CheckpointExperts, NPUFusedMoEMethod):
     """Experts of an MXFP4 checkpoint, loaded as bytes and expanded to the model's dtype."""
 
     weight_dtype = MXFP4  # selects gpt-oss's loader in vLLM
@@ -80,25 +81,14 @@ class ExpandedExperts(NPUFusedMoEMethod):
         # ranks have whole blocks
         return hidden_size, round_up(intermediate_size_per_partition, BLOCK)
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        self.dtype = params_dtype
-        inner = intermediate_size_per_partition
-        for prefix, out, inputs in (("w13_", 2 * inner, hidden_size), ("w2_", hidden_size, inner)):
-            for name, width in (("weight", inputs // 2), ("weight_scale", inputs // BLOCK)):
-                data = torch.zeros(num_experts, out, width, dtype=torch.uint8)
-                register(layer, prefix + name, data, extra_weight_attrs)
-            if self.moe.has_bias:
-                wide = torch.float32 if params_dtype == torch.bfloat16 else params_dtype
-                bias = torch.zeros(num_experts, out, dtype=wide)
-                register(layer, f"{prefix}bias", bias, extra_weight_attrs)
+    def tensors(
+        self, num_experts: int, rows: tuple[int, ...], inputs: int
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        for name, width in (("weight", inputs // 2), ("weight_scale", inputs // BLOCK)):
+            yield name, torch.zeros(num_experts, sum(rows), width, dtype=torch.uint8), {}
+        if self.moe.has_bias:
+            wide = torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+            yield "bias", torch.zeros(num_experts, sum(rows), dtype=wide), {}
 
     def process_weights_after_loading(self, layer: Any) -> None:
         names = "weight", "weight_scale"

@@ -5,7 +5,8 @@ a scheme."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from ascend_platform.quantization.schemes import SCHEMES
 
 def matrices_of(layer: Any, prefix: str, fused: Mapping[str, list[str]]) -> list[str]:
     """The checkpoint's names of the matrices that vLLM fuses into a layer, or of the first
-    expert's."""
+    expert."""
     last = prefix.rpartition(".")[2]
     path, parts = prefix.removesuffix(last), fused.get(last, [last])
     if isinstance(layer, RoutedExperts):
@@ -48,7 +49,64 @@ def register(
     set_weight_attrs(parameter, attributes)
 
 
-class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
+class CheckpointExperts:
+    """Mixin for quantization methods of experts whose weights have another form in the checkpoint:
+    registers parameters for vLLM's expert loader, ``w13_<name>`` and ``w2_<name>``."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the tensors of :meth:`tensors`; ``params_dtype`` is the dtype of the layer's
+        inputs and outputs."""
+        self.dtype, inner = params_dtype, intermediate_size_per_partition
+        for prefix, rows, inputs in (
+            ("w13_", (inner, inner), hidden_size),
+            ("w2_", (hidden_size,), inner),
+        ):
+            for name, data, own in self.tensors(num_experts, rows, inputs):
+                attributes = dict(extra_weight_attrs)
+                if convert := own.pop("convert", None):
+                    attributes["weight_loader"] = loading(attributes["weight_loader"], convert)
+                register(layer, prefix + name, data, attributes | own)
+
+    def tensors(
+        self, num_experts: int, rows: tuple[int, ...], inputs: int
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Name, memory and loaders' attributes of each tensor of the experts' first or second
+        matrices.
+
+        Args:
+            rows: of this rank's gate and up matrices, or of its down matrix.
+            inputs: columns on this rank.
+
+        Returns:
+            An attribute ``convert`` is a function of a checkpoint's tensor, called before the
+            loader.
+        """
+        raise NotImplementedError
+
+
+def loading(
+    loader: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., Any]:
+    """The weight loader, for tensors that are converted first."""
+
+    @functools.wraps(loader)
+    def load(
+        param: torch.nn.Parameter, loaded_weight: torch.Tensor, *arguments: Any, **named: Any
+    ) -> Any:
+        return loader(param, convert(loaded_weight), *arguments, **named)
+
+    return load
+
+
+class QuantizedExperts(CheckpointExperts, NPUExperts, FusedMoEMethodBase):
     """Quantization method of one layer's experts. Tokens are quantized as they are dispatched, if
     the scheme takes int8 rows.
 
@@ -79,34 +137,21 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         self.scheme, self.stored, self.read = scheme, stored, read
         self.group_size, self.name = group_size, name
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        self.dtype = params_dtype
-        sizes = {
-            "w13_": (2 * intermediate_size_per_partition, hidden_size),
-            "w2_": (hidden_size, intermediate_size_per_partition),
-        }
-        for prefix, (out, inputs) in sizes.items():
-            self.scheme.check_size(out, inputs, self.name)
-            groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
-            for name, stored in self.stored.items():
-                shape = stored.shape(out, inputs, groups)
-                # A rank may have a single group.
-                several = stored.layout == Layout.GROUPS and self.group_size > 0
-                kind = "GROUP" if several else "CHANNEL"
-                if stored.layout == Layout.INPUT:  # One for each matrix of w13.
-                    kind, shape = "TENSOR", (1 + (prefix == "w13_"),)
-                data = torch.zeros(num_experts, *shape, dtype=stored.dtype)
-                method = FusedMoeWeightScaleSupported[kind].value
-                own = {"quant_method": method, "is_transposed": stored.transposed}
-                register(layer, prefix + name, data, extra_weight_attrs | own)
+    def tensors(
+        self, num_experts: int, rows: tuple[int, ...], inputs: int
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        self.scheme.check_size(sum(rows), inputs, self.name)
+        groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
+        for name, stored in self.stored.items():
+            shape = stored.shape(sum(rows), inputs, groups)
+            # A rank may have a single group.
+            several = stored.layout == Layout.GROUPS and self.group_size > 0
+            kind = "GROUP" if several else "CHANNEL"
+            if stored.layout == Layout.INPUT:  # One for each matrix of w13.
+                kind, shape = "TENSOR", (len(rows),)
+            data = torch.zeros(num_experts, *shape, dtype=stored.dtype)
+            method = FusedMoeWeightScaleSupported[kind].value
+            yield name, data, {"quant_method": method, "is_transposed": stored.transposed}
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for prefix in ("w13_", "w2_"):

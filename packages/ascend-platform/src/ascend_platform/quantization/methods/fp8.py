@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.parameter import (
+    BasevLLMParameter,
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
     ModelWeightParameter,
@@ -33,8 +34,17 @@ from vllm.model_executor.parameter import (
 from ascend_platform.errors import RefusedError
 from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.quantization.base import Quantized
-from ascend_platform.quantization.methods.experts import QuantizedExperts, register
-from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod, replace
+from ascend_platform.quantization.methods.experts import (
+    CheckpointExperts,
+    QuantizedExperts,
+    loading,
+)
+from ascend_platform.quantization.methods.linear import (
+    CheckpointLinear,
+    ModelSlimLinearMethod,
+    Shard,
+    replace,
+)
 from ascend_platform.quantization.schemes import SCHEMES
 
 INT8 = "W8A8_DYNAMIC"
@@ -70,20 +80,6 @@ class Fp8Format:
             scale = scale.repeat_interleave(stored // own, dim)
             scale = scale.narrow(dim, 0, min(scale.shape[dim], size // own))
         return scale
-
-
-def loading(
-    loader: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[..., Any]:
-    """The weight loader, for tensors that are converted first."""
-
-    @functools.wraps(loader)
-    def load(
-        param: torch.nn.Parameter, loaded_weight: torch.Tensor, *arguments: Any, **named: Any
-    ) -> Any:
-        return loader(param, convert(loaded_weight), *arguments, **named)
-
-    return load
 
 
 def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
@@ -158,42 +154,31 @@ def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return Quantized(made, scales)
 
 
-class Fp8Linear:
+class Fp8Linear(CheckpointLinear):
     """Mixin that loads the FP8 weights of a linear layer."""
 
     fp8: Fp8Format
 
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        self.dtype, self.parts = params_dtype, output_partition_sizes
-        rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
-        weight = torch.empty(rows, input_size_per_partition, dtype=torch.uint8)
-        options: dict[str, Any] = {"output_dim": 0, "weight_loader": loading(loader, as_bytes)}
-        parameter: Any = ModelWeightParameter(data=weight, input_dim=1, **options)
-        layer.register_parameter("weight", parameter)
-        options["weight_loader"] = loading(loader, torch.Tensor.float)
+    def parameters(self, layer: Any, shard: Shard) -> Iterator[tuple[str, BasevLLMParameter]]:
+        self.parts = shard.parts
+        weight = torch.empty(shard.rows, shard.inputs, dtype=torch.uint8)
+        of_weight = loading(shard.loader, as_bytes)
+        options: dict[str, Any] = {"output_dim": 0, "weight_loader": of_weight}
+        yield "weight", ModelWeightParameter(data=weight, input_dim=1, **options)
+        options["weight_loader"] = of_scale = loading(shard.loader, torch.Tensor.float)
+        scale: Any
         if self.fp8.block == (0, 0):
-            data, of_scale = ones(len(output_partition_sizes)), options["weight_loader"]
-            parameter = PerTensorScaleParameter(data=data, weight_loader=of_scale)
+            scale = PerTensorScaleParameter(data=ones(len(shard.parts)), weight_loader=of_scale)
         elif self.fp8.block[1] == 0:
-            parameter = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
+            scale = ChannelQuantScaleParameter(data=ones(shard.rows, 1), **options)
         else:
-            grid = self.fp8.grid(output_partition_sizes, input_size_per_partition)
+            grid = self.fp8.grid(shard.parts, shard.inputs)
             layer.weight_block_size = list(grid)  # Read by vLLM's loaders of merged matrices.
-            most = (output_size, input_size)
-            convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
-            data = ones(rows // grid[0], input_size_per_partition // grid[1])
-            options["weight_loader"] = loading(loader, convert)
-            parameter = BlockQuantScaleParameter(data=data, input_dim=1, **options)
-        layer.register_parameter(self.fp8.scale, parameter)
+            convert = functools.partial(self.fp8.expanded, grid=grid, most=shard.whole)
+            data = ones(shard.rows // grid[0], shard.inputs // grid[1])
+            options["weight_loader"] = loading(shard.loader, convert)
+            scale = BlockQuantScaleParameter(data=data, input_dim=1, **options)
+        yield self.fp8.scale, scale
 
     def loaded(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes and their scales, at least one per row of blocks."""
@@ -227,62 +212,39 @@ class RequantizedLinearMethod(Fp8Linear, ModelSlimLinearMethod):
         super().__init__(SCHEMES[INT8], {}, name)
         self.fp8 = fp8
 
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        *arguments: Any,
-        **named: Any,
-    ) -> None:
-        self.scheme.check_size(sum(output_partition_sizes), input_size_per_partition, self.name)
-        super().create_weights(
-            layer, input_size_per_partition, output_partition_sizes, *arguments, **named
-        )
+    def parameters(self, layer: Any, shard: Shard) -> Iterator[tuple[str, BasevLLMParameter]]:
+        self.scheme.check_size(shard.rows, shard.inputs, self.name)
+        return super().parameters(layer, shard)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         packed = self.scheme.pack(requantized(*self.loaded(layer), self.dtype), self.dtype)
         replace(layer, ("weight", self.fp8.scale), packed)
 
 
-class Fp8Experts:
+class Fp8Experts(CheckpointExperts):
     """Mixin that loads the FP8 weights of experts."""
 
     fp8: Fp8Format
     moe: FusedMoEConfig
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        self.dtype = params_dtype
-        inner = intermediate_size_per_partition
-        whole = inner * self.moe.moe_parallel_config.tp_size
-        sizes = {
-            "w13_": ((inner, inner), hidden_size, (whole, hidden_size)),
-            "w2_": ((hidden_size,), inner, (hidden_size, whole)),
-        }
-        loader = extra_weight_attrs.pop("weight_loader")
-        for prefix, (rows, inputs, most) in sizes.items():
-            data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
-            of_weight = {"weight_loader": loading(loader, as_bytes)}
-            register(layer, f"{prefix}weight", data, extra_weight_attrs | of_weight)
-            kind, convert = "tensor", torch.Tensor.float
-            if self.fp8.block == (0, 0):
-                data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)
-            elif self.fp8.block[1] == 0:
-                kind, data = "channel", ones(num_experts, sum(rows), 1)
-            else:
-                grid = self.fp8.grid(list(rows), inputs)
-                kind, data = "block", ones(num_experts, sum(rows) // grid[0], inputs // grid[1])
-                convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
-            own = {"weight_loader": loading(loader, convert), "quant_method": kind}
-            register(layer, prefix + self.fp8.scale, data, extra_weight_attrs | own)
+    def tensors(
+        self, num_experts: int, rows: tuple[int, ...], inputs: int
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
+        yield "weight", data, {"convert": as_bytes}
+        kind, convert = "tensor", torch.Tensor.float
+        if self.fp8.block == (0, 0):
+            data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)
+        elif self.fp8.block[1] == 0:
+            kind, data = "channel", ones(num_experts, sum(rows), 1)
+        else:
+            grid = self.fp8.grid(list(rows), inputs)
+            kind, data = "block", ones(num_experts, sum(rows) // grid[0], inputs // grid[1])
+            # Ranks of tensor parallelism have parts of the gate's and up's rows, and of down's inputs.
+            ranks = self.moe.moe_parallel_config.tp_size
+            most = (rows[0] * ranks, inputs) if len(rows) > 1 else (rows[0], inputs * ranks)
+            convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
+        yield self.fp8.scale, data, {"convert": convert, "quant_method": kind}
 
     def loaded(self, layer: Any, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes and their scales of ``w13_`` or ``w2_``."""

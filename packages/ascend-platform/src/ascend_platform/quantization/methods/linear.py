@@ -5,8 +5,8 @@ by a scheme."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -72,6 +72,53 @@ class ScaleParameter(GroupQuantScaleParameter):
             super().load_row_parallel_weight(loaded)
 
 
+class Shard(NamedTuple):
+    """A rank's part of a linear layer's matrix, which may be several merged ones.
+
+    Attributes:
+        parts: rows of each merged matrix on this rank.
+        inputs: columns on this rank.
+        whole: rows and columns on all ranks.
+        loader: the layer's weight loader.
+    """
+
+    parts: list[int]
+    inputs: int
+    whole: tuple[int, int]
+    loader: Callable[..., Any]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
+
+
+class CheckpointLinear:
+    """Mixin for quantization methods of linear layers whose weights have another form in the
+    checkpoint: registers vLLM's parameters for them."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the parameters of :meth:`parameters`; ``params_dtype`` is the dtype of the
+        layer's inputs and outputs."""
+        self.dtype = params_dtype
+        whole, loader = (output_size, input_size), extra_weight_attrs["weight_loader"]
+        shard = Shard(output_partition_sizes, input_size_per_partition, whole, loader)
+        for name, each in self.parameters(layer, shard):
+            layer.register_parameter(name, each)
+
+    def parameters(self, layer: Any, shard: Shard) -> Iterator[tuple[str, BasevLLMParameter]]:
+        """Name and parameter of each tensor that is loaded."""
+        raise NotImplementedError
+
+
 def parameter(
     stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]
 ) -> BasevLLMParameter:
@@ -111,7 +158,7 @@ def replace(
 
 
 ABSORBED = "kv_b_proj"
-"""MLA's layer of which latent attention takes the matrix, without a bias."""
+"""MLA's layer whose matrix latent attention takes, without a bias."""
 
 
 def is_absorbed(name: str) -> bool:
@@ -144,37 +191,21 @@ def apply(
 
 
 @register_weight_loader_v2_supported_method
-class ModelSlimLinearMethod(LinearMethodBase):
+class ModelSlimLinearMethod(CheckpointLinear, LinearMethodBase):
     """Quantization method of one linear layer. ``stored`` are its tensors in the checkpoint,
     ``name`` is for errors."""
 
     def __init__(self, scheme: Scheme, stored: dict[str, Stored], name: str) -> None:
         self.scheme, self.stored, self.name = scheme, stored, name
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
-        self.scheme.check_size(rows, input_size_per_partition, self.name)
-        self.dtype = params_dtype
-        inputs, parts = input_size_per_partition, len(output_partition_sizes)
+    def parameters(self, layer: Any, shard: Shard) -> Iterator[tuple[str, BasevLLMParameter]]:
+        self.scheme.check_size(shard.rows, shard.inputs, self.name)
         for name, stored in self.stored.items():
-            made = self.parameter(stored, rows, inputs, parts, loader)
-            layer.register_parameter(name, made)
+            yield name, self.parameter(stored, shard)
 
-    def parameter(
-        self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]
-    ) -> BasevLLMParameter:
-        """vLLM's parameter for a tensor of a matrix ``[rows, inputs]`` of this rank, which has
-        several ``parts`` if merged."""
-        return parameter(stored, rows, inputs, parts, loader)
+    def parameter(self, stored: Stored, shard: Shard) -> BasevLLMParameter:
+        """vLLM's parameter for a tensor of the layer."""
+        return parameter(stored, shard.rows, shard.inputs, len(shard.parts), shard.loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         given = {name: getattr(layer, name).data for name in self.stored}
@@ -231,12 +262,10 @@ class TransposedLinearMethod(ModelSlimLinearMethod):
         super().__init__(scheme, stored, name)
         self.read, self.group_size = read, group_size
 
-    def parameter(
-        self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]
-    ) -> BasevLLMParameter:
-        groups = self.scheme.count_groups(inputs, self.group_size, False, self.name)
-        shape = stored.shape(rows, inputs, groups)
-        return transposed_parameter(stored, shape, self.group_size <= 0, loader)
+    def parameter(self, stored: Stored, shard: Shard) -> BasevLLMParameter:
+        groups = self.scheme.count_groups(shard.inputs, self.group_size, False, self.name)
+        shape = stored.shape(shard.rows, shard.inputs, groups)
+        return transposed_parameter(stored, shape, self.group_size <= 0, shard.loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         given = {name: getattr(layer, name).data for name in self.stored}
