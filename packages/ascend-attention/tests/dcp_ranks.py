@@ -15,8 +15,8 @@ import sys
 from functools import partial
 
 import torch
-from harness import launcher
-from harness.paged_batches import reference
+from harness.engines import launcher
+from harness.references.paged_batches import reference
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.plugins import load_general_plugins
@@ -36,8 +36,8 @@ def common_of(counts, lengths, first, table, rank):
     for row, count, start in zip(table, counts, first, strict=True):
         for token in range(start, start + count):
             block, place = divmod(token, BLOCK * RANKS)
-            own = token % RANKS == rank
-            slots.append(row[block] * BLOCK + place // RANKS if own else -1)
+            is_local = token % RANKS == rank
+            slots.append(row[block] * BLOCK + place // RANKS if is_local else -1)
     return CommonAttentionMetadata(
         query_start_loc=starts.npu(),
         query_start_loc_cpu=starts,
@@ -102,7 +102,7 @@ def largest_error(config: VllmConfig, size: int, room: int, rank: int) -> float:
     step(before, [0] * len(before), contexts, rows)
     query = torch.cat(queries)[:, own_heads].contiguous().npu()
     every = range(len(REQUESTS))
-    found = step(every, [c for _, c in REQUESTS], [n for n, _ in REQUESTS], query)
+    actual = step(every, [c for _, c in REQUESTS], [n for n, _ in REQUESTS], query)
     expected = torch.cat(
         [
             reference(q[:, own_heads], k, v, size**-0.5)
@@ -110,10 +110,10 @@ def largest_error(config: VllmConfig, size: int, room: int, rank: int) -> float:
         ]
     )
     bound = torch.finfo(torch.bfloat16).eps * (1 + expected.abs())
-    return float(((found - expected).abs() / bound).max())
+    return float(((actual - expected).abs() / bound).max())
 
 
 if __name__ == "__main__":
     size, *rooms = map(int, sys.argv[1:])
-    found = launcher.run_ranks("dcp_ranks.py", RANKS, partial(play, size, rooms))
-    print("RESULT", json.dumps({"name": "dcp", "ranks": found}))
+    results = launcher.run_ranks("dcp_ranks.py", RANKS, partial(play, size, rooms))
+    print("RESULT", json.dumps({"name": "dcp", "ranks": results}))

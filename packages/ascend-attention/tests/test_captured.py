@@ -63,8 +63,8 @@ def window_case():
 
 
 def sinks_case():
-    own = torch.randn(4, dtype=DTYPE).npu()
-    return *fused(sinks.SinkAttentionBackend, 64, sinks=own), (4, 64)
+    sink_values = torch.randn(4, dtype=DTYPE).npu()
+    return *fused(sinks.SinkAttentionBackend, 64, sinks=sink_values), (4, 64)
 
 
 def int8_case():

@@ -11,7 +11,7 @@ import torch
 from ascend_attention import dense, int8, sinks
 from ascend_attention.metadata import FusedAttentionMetadata
 from ascend_platform.extension import RefusedError
-from harness.paged_batches import (
+from harness.references.paged_batches import (
     IMAGE_REQUESTS,
     IMAGES,
     KINDS,
@@ -51,37 +51,44 @@ def test_head_sizes(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "taken"),
+    ("size", "expected"),
     [(64, True), (80, False), (96, False), (128, True), (192, True), (256, False)],
 )
-def test_one_query_head_for_each_key_value_head(size, taken):
+def test_one_query_head_for_each_key_value_head(size, expected):
     """The kernel takes three head sizes in layout TND; layers of others are refused when they are
     made."""
     text = (
         f"head_size {size} not supported with one query head for each key-value head; fix:"
         " VLLM_PLUGINS=ascend"
     )
-    with nullcontext() if taken else pytest.raises(RefusedError, match=text):
+    with nullcontext() if expected else pytest.raises(RefusedError, match=text):
         check(torch.bfloat16, 4, 4, size, "mixed")
 
 
-@pytest.mark.parametrize(("size", "taken"), [(64, True), (80, False), (128, True)])
-def test_sinks_of_one_query_head_for_each_key_value_head(size, taken):
-    own = {"sinks": torch.ones(4, dtype=torch.bfloat16)}
+@pytest.mark.parametrize(("size", "expected"), [(64, True), (80, False), (128, True)])
+def test_sinks_of_one_query_head_for_each_key_value_head(size, expected):
+    options = {"sinks": torch.ones(4, dtype=torch.bfloat16)}
     with (
         nullcontext()
-        if taken
+        if expected
         else pytest.raises(RefusedError, match=f"head_size {size} not supported with one query")
     ):
-        check(torch.bfloat16, 4, 4, size, "mixed", sinks.SinkAttentionBackend, **own)
+        check(torch.bfloat16, 4, 4, size, "mixed", sinks.SinkAttentionBackend, **options)
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sinks(kind, window):
-    own = torch.tensor([0.5, 3.0, -1.0, 5.0], dtype=torch.bfloat16)
+    sink_values = torch.tensor([0.5, 3.0, -1.0, 5.0], dtype=torch.bfloat16)
     check(
-        torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own
+        torch.bfloat16,
+        4,
+        2,
+        64,
+        kind,
+        sinks.SinkAttentionBackend,
+        sliding_window=window,
+        sinks=sink_values,
     )
 
 
@@ -90,10 +97,10 @@ def test_sinks(kind, window):
 def test_tokens_of_an_image_attend_in_both_directions(backend, window):
     rng, dtype = random.Random(0), torch.bfloat16
     batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, 4, 2, 64, dtype, 1e4), IMAGE_REQUESTS, rng)
-    own = {"sinks": torch.ones(4, dtype=dtype)} if backend is sinks.SinkAttentionBackend else {}
-    output = batch.run(backend, common=batch.common(IMAGES), sliding_window=window, **own)
-    expected = batch.expected(IMAGES, window=window, **own)
-    assert (expected - batch.expected(window=window, **own)).abs().max() > 0.1
+    options = {"sinks": torch.ones(4, dtype=dtype)} if backend is sinks.SinkAttentionBackend else {}
+    output = batch.run(backend, common=batch.common(IMAGES), sliding_window=window, **options)
+    expected = batch.expected(IMAGES, window=window, **options)
+    assert (expected - batch.expected(window=window, **options)).abs().max() > 0.1
     bound = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
 
@@ -131,8 +138,10 @@ def test_cross_attention():
         output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
         pair = (torch.cat(keys).npu(), torch.cat(values).npu()) if len(new) else (None, None)
         layer.forward(None, queries.npu(), *pair, cache, meta, output)
-        own = zip(queries.split(counts), keys, values, strict=True)
-        expected = torch.cat([reference(q, k, v, size**-0.5, causal=False) for q, k, v in own])
+        per_request = zip(queries.split(counts), keys, values, strict=True)
+        expected = torch.cat(
+            [reference(q, k, v, size**-0.5, causal=False) for q, k, v in per_request]
+        )
         bound = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
 
@@ -196,7 +205,7 @@ def test_int8_kv_cache(dtype, symmetric, kind, monkeypatch):
     queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in requests]
     ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
     new_slots = [
-        slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]
+        slot for row, (_, before) in zip(slots, requests, strict=True) for slot in row[before:]
     ]
     meta = FusedAttentionMetadata(
         compute_lengths=lambda: {"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
@@ -270,7 +279,13 @@ def test_int8_prefill_stays_within_the_profiled_memory(monkeypatch):
     ]
     lengths = {"actual_seq_lengths": [tokens], "actual_seq_lengths_kv": [tokens]}
     kernel = peak(
-        impl.attend, query, *halves, lengths, meta.block_table[:, :2].contiguous(), meta, output
+        impl.attend_pages,
+        query,
+        *halves,
+        lengths,
+        meta.block_table[:, :2].contiguous(),
+        meta,
+        output,
     )
     profiled, used = (
         peak(impl.forward, layer, query, new, new, cache, metadata, output)
@@ -287,7 +302,7 @@ def test_int8_prefill_stays_within_the_profiled_memory(monkeypatch):
 def test_draft_tokens_with_lengths_that_the_host_does_not_know():
     """A drafter's later pass: of 3, 0, 1 and 2 draft tokens 1, 0, 0 and 2 are rejected, as only the
     device knows."""
-    from ascend_platform.attention import base
+    from ascend_platform.attention import length_bounds
 
     drafts, rejected = [3, 0, 1, 2], [1, 0, 0, 2]
     rng = random.Random(0)
@@ -306,7 +321,7 @@ def test_draft_tokens_with_lengths_that_the_host_does_not_know():
         waits.append(1)
         return rejected
 
-    with base.subtract_rejected(base.Rejected(unknown, drafts)):
+    with length_bounds.subtract_rejected(length_bounds.Rejected(unknown, drafts)):
         output = batch.run(dense.FusedAttentionBackend, common=common)
     assert not waits
     bound = 8 * torch.finfo(torch.float16).eps
@@ -345,12 +360,12 @@ def test_more_requests_than_the_kernel_takes_are_refused():
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
     )
     config = VllmConfig()
-    for most in (4095, 4096):
-        config.scheduler_config.max_num_seqs = most
+    for num_requests in (4095, 4096):
+        config.scheduler_config.max_num_seqs = num_requests
         refusal = pytest.raises(
             RefusedError, match="not max_num_seqs 4096; fix: --max-num-seqs 4095"
         )
-        with refusal if most == 4096 else nullcontext():
+        with refusal if num_requests == 4096 else nullcontext():
             dense.FusedAttentionMetadataBuilder(spec, ["layer"], config, torch.device("npu"))
 
 
@@ -379,7 +394,7 @@ def test_sinks_support_bfloat16_and_small_heads():
 
 
 @pytest.mark.parametrize(
-    ("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)]
+    ("head_size", "expected"), [(16, True), (128, True), (256, True), (72, False), (512, False)]
 )
-def test_supported_head_sizes(head_size, taken):
-    assert dense.FusedAttentionBackend.supports_head_size(head_size) is taken
+def test_supported_head_sizes(head_size, expected):
+    assert dense.FusedAttentionBackend.supports_head_size(head_size) is expected

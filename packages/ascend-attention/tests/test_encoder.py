@@ -27,12 +27,12 @@ def reference(query, key, value, lengths, scale, window=None):
     for q, k, v in zip(
         *(x.double().transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True
     ):
-        far = (torch.arange(q.shape[1]) - torch.arange(q.shape[1])[:, None]).abs() >= (
+        max_diff = (torch.arange(q.shape[1]) - torch.arange(q.shape[1])[:, None]).abs() >= (
             window or q.shape[1]
         )
         share = len(q) // len(k)
         scores = (q @ k.repeat_interleave(share, 0).transpose(1, 2) * scale).masked_fill(
-            far, -torch.inf
+            max_diff, -torch.inf
         )
         parts.append((scores.softmax(-1) @ v.repeat_interleave(share, 0)).transpose(0, 1))
     return torch.cat(parts)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ascend_attention.gated_delta import FusedGatedDeltaRule
-from ascend_platform.attention import gated_delta
 from ascend_platform.extension import GatedDeltaInputs
 from ascend_platform.plugins import registry, requirements, slots
+from ascend_platform.state_layers import gated_delta
 
 LAYER = {
     "heads": 32,
@@ -52,10 +52,10 @@ def golden(q, k, v, g, beta, state):
     return torch.stack(outputs), states
 
 
-def close(found, expected):
+def close(result, expected):
     """Within a unit in the last place of bfloat16 for another order of sums, and half of one for
     rounding."""
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=1.5 * 2**-7, atol=2**-8)
+    torch.testing.assert_close(result.cpu().double(), expected, rtol=1.5 * 2**-7, atol=2**-8)
 
 
 def on_npu(tensors, scale):
@@ -75,7 +75,7 @@ def in_float32(states):
 
 
 @pytest.mark.parametrize("layout", [torch.Tensor.npu, strided, in_float32])
-def test_decodes_change_their_blocks_alone(layout):
+def test_decodes_change_only_their_blocks(layout):
     tensors, before = inputs(4), pool(6)
     states = layout(before)
     blocks = torch.tensor([4, 0, 2, 0], dtype=torch.int32)  # two rows are padding
@@ -150,9 +150,9 @@ def test_prefills_by_the_operator(a_log, states):
 )
 def test_layers_out_of_the_documented_ranges_are_not_supported(changed, prefill, decode):
     for phase, reason in (("prefill", prefill), ("decode", decode)):
-        found = FusedGatedDeltaRule.unsupported(phase, **(LAYER | changed))
-        assert reason in found
-        assert bool(reason) == bool(found)
+        result = FusedGatedDeltaRule.unsupported(phase, **(LAYER | changed))
+        assert reason in result
+        assert bool(reason) == bool(result)
 
 
 def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_attention import latent
-from ascend_platform.attention import base
+from ascend_platform.attention import length_bounds
 from ascend_platform.extension import RefusedError
-from harness.latent_batches import LatentBatch
-from harness.paged_batches import KINDS, pairs
+from harness.references.latent_batches import LatentBatch
+from harness.references.paged_batches import KINDS, pairs
 from vllm.config import VllmConfig, set_current_vllm_config
 
 WIDTHS = latent.LATENT, latent.ROPE
@@ -78,7 +78,9 @@ def test_draft_tokens_in_flight():
     common.seq_lens_cpu_upper_bound = torch.tensor(batch.lengths, dtype=torch.int32) + torch.tensor(
         [2, 0, 1]
     )
-    with base.subtract_rejected(base.Rejected(lambda: pytest.fail("waits for the device"), drafts)):
+    with length_bounds.subtract_rejected(
+        length_bounds.Rejected(lambda: pytest.fail("waits for the device"), drafts)
+    ):
         check(batch, common)
 
 

@@ -11,8 +11,8 @@ from ascend_attention import latent_prefill
 from ascend_attention.context import Piece, cut_context
 from ascend_attention.latent_prefill import HEAD, LATENT, ROPE, Prefills
 from ascend_attention.metadata import upper_triangle
-from harness.latent_batches import LatentBatch
-from harness.paged_batches import reference
+from harness.references.latent_batches import LatentBatch
+from harness.references.paged_batches import reference
 
 HEADS, SCALE = 3, (HEAD + ROPE) ** -0.5
 
@@ -22,8 +22,8 @@ def expected(batch, queries, weight):
     for query, key in zip(queries, batch.keys, strict=True):
         expanded = (key[:, 0, :LATENT] @ weight.T).unflatten(1, (HEADS, 2 * HEAD))
         rotated = key[:, :, LATENT:].expand(-1, HEADS, -1)
-        own = torch.cat([expanded[..., :HEAD], rotated], -1), expanded[..., HEAD:]
-        outputs.append(reference(query, *own, SCALE))
+        key_and_value = torch.cat([expanded[..., :HEAD], rotated], -1), expanded[..., HEAD:]
+        outputs.append(reference(query, *key_and_value, SCALE))
     return torch.cat(outputs)
 
 

@@ -11,8 +11,8 @@ import torch
 from ascend_attention import sparse_latent
 from ascend_attention.latent import LATENT, ROPE
 from ascend_platform.extension import RefusedError
-from harness.latent_batches import SparseLatentBatch
-from harness.paged_batches import KINDS, pairs
+from harness.references.latent_batches import SparseLatentBatch
+from harness.references.paged_batches import KINDS, pairs
 from vllm.config import VllmConfig, set_current_vllm_config
 
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_attention import dense, unpaged
-from ascend_platform.attention import base
+from ascend_platform.attention import length_bounds
 from ascend_platform.graph import acl_graph
-from harness import npus
-from harness.paged_batches import (
+from harness.engines import npus
+from harness.references.paged_batches import (
     IMAGE_REQUESTS,
     IMAGES,
     KINDS,
@@ -64,9 +64,9 @@ LONG = [(1, 900), (40, 300), (3, 200), (30, 20), (17, 0), (200, 700)]
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("room", [100, 400, 1500])
 def test_contexts_longer_than_the_workspace(monkeypatch, room, window):
-    monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, own: room + (own or 0))
+    monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, rows: room + (rows or 0))
     if window and room < 200:  # The keys of a window are read at once.
-        monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, own: 200 + own)
+        monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, rows: 200 + rows)
     check(batch_of(LONG), sliding_window=window)
 
 
@@ -82,7 +82,7 @@ def test_draft_tokens_with_lengths_that_the_host_does_not_know():
     common = batch.common()
     rejected_tokens = torch.tensor(rejected, dtype=torch.int32)
     common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + rejected_tokens
-    with base.subtract_rejected(base.Rejected(lambda: rejected, drafts)):
+    with length_bounds.subtract_rejected(length_bounds.Rejected(lambda: rejected, drafts)):
         check(batch, common)
 
 
@@ -101,7 +101,7 @@ def test_decodes_with_drafts_are_captured():
     builder = builder_of(config)
     layer = dense.FusedAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
     short = batch_of([(3, 0)] * 4)
-    others = [
+    batches = [
         batch_of([(3, 300), (3, 126), (3, 1), (3, 500)], seed=1),
         batch_of([(3, 7)] * 3, seed=2),
     ]
@@ -116,18 +116,22 @@ def test_decodes_with_drafts_are_captured():
     def prepared(batch):
         """The step of a batch, in the graph's buffers."""
         common = batch.common()
-        own, requests = common.num_actual_tokens, len(batch.requests)
+        num_tokens, requests = common.num_actual_tokens, len(batch.requests)
         cache.copy_(batch.cache)
         for buffer, rows in ((query, batch.queries), (key, None), (value, None)):
             buffer.zero_()
             if rows:
-                buffer[:own] = torch.cat(rows).npu()
-        key[:own], value[:own] = (batch.new(x).npu() for x in (batch.keys, batch.values))
+                buffer[:num_tokens] = torch.cat(rows).npu()
+        key[:num_tokens], value[:num_tokens] = (
+            batch.new(x).npu() for x in (batch.keys, batch.values)
+        )
         slots.zero_()
-        slots[:own] = common.slot_mapping
+        slots[:num_tokens] = common.slot_mapping
         table.zero_()
         table[:requests, : common.block_table_tensor.shape[1]] = common.block_table_tensor
-        starts = torch.nn.functional.pad(common.query_start_loc_cpu, (0, 4 - requests), value=own)
+        starts = torch.nn.functional.pad(
+            common.query_start_loc_cpu, (0, 4 - requests), value=num_tokens
+        )
         lengths = torch.nn.functional.pad(common.seq_lens_cpu_upper_bound, (0, 4 - requests))
         common.query_start_loc_cpu, common.query_start_loc = starts, starts.npu()
         common.seq_lens_cpu_upper_bound, common.seq_lens = lengths, lengths.npu()
@@ -140,15 +144,15 @@ def test_decodes_with_drafts_are_captured():
     torch.npu.synchronize()
     with acl_graph._Capture(graph, stream=stream):
         layer.forward(None, query, key, value, (cache[0], cache[1]), meta, output)
-    for batch in (*others, short):
+    for batch in (*batches, short):
         meta = prepared(batch)
         with set_forward_context({"layer": meta}, config):
             graph.replay()
         torch.npu.synchronize()
         expected = batch.expected()
         bound = 8 * torch.finfo(DTYPE).eps
-        found = output[: len(expected)].cpu().double()
-        torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+        actual = output[: len(expected)].cpu().double()
+        torch.testing.assert_close(actual, expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize(
@@ -193,15 +197,15 @@ def test_cross_attention():
     output = torch.empty(ends[-1], HEADS, SIZE, dtype=DTYPE, device="npu")
     pair = torch.cat(keys).npu(), torch.cat(values).npu()
     layer.forward(None, queries.npu(), *pair, cache, meta, output)
-    own = zip(queries.split(counts), keys, values, strict=True)
-    expected = torch.cat([reference(q, k, v, SIZE**-0.5, causal=False) for q, k, v in own])
+    per_request = zip(queries.split(counts), keys, values, strict=True)
+    expected = torch.cat([reference(q, k, v, SIZE**-0.5, causal=False) for q, k, v in per_request])
     bound = 8 * torch.finfo(DTYPE).eps
     torch.testing.assert_close(output.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("room", [100, 4096])
 def test_int8_kv_cache(monkeypatch, room):
-    monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, own: max(room, num_tokens))
+    monkeypatch.setattr(unpaged, "capacity", lambda num_tokens, row: max(room, num_tokens))
     requests = [(1, 300), (1, 5), (40, 300), (3, 200)]
     batch = batch_of(requests)
     scale = torch.full((KV_HEADS * SIZE,), 2**-5, dtype=DTYPE)
@@ -209,8 +213,8 @@ def test_int8_kv_cache(monkeypatch, room):
         rows[:] = [(x / 2**-5).round().clamp(-127, 127) * 2**-5 for x in rows]
     pages = torch.full((2, BLOCKS * BLOCK_SIZE, KV_HEADS, SIZE), 99, dtype=torch.int8)
     for part, rows in enumerate((batch.keys, batch.values)):
-        for slots, own, (_, before) in zip(batch._slots, rows, requests, strict=True):
-            pages[part][slots[:before]] = (own[:before] / 2**-5).to(torch.int8)
+        for slots, row, (_, before) in zip(batch._slots, rows, requests, strict=True):
+            pages[part][slots[:before]] = (row[:before] / 2**-5).to(torch.int8)
     cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, KV_HEADS, SIZE).npu())
     config = VllmConfig()
     vars(config)["model_config"] = SimpleNamespace(is_mm_prefix_lm=False)

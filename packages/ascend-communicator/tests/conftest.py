@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import npus
+from harness.engines import npus
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 # As recipes for several Atlas A2 machines set them. With these, an operator of MC2 that is not told

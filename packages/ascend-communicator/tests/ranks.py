@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ascend_communicator.moe import mc2
 from ascend_communicator.p2p_link import P2PLink
 from ascend_communicator.pyhccl import HCCLError, PyHcclCommunicator
-from harness import launcher
+from harness.engines import launcher
 from torch.distributed import ReduceOp
 from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -63,7 +63,7 @@ def collectives(rank: int) -> dict[str, Any]:
     else:
         received = ours.recv(x.shape, x.dtype)
         ours.send(y)
-    found = {
+    result = {
         "communicator": f"{type(ours).__module__}.{type(ours).__qualname__} on {ours.device}",
         "all_gather 0": ours.all_gather(x, 0),
         "all_gather -1": ours.all_gather(x),
@@ -90,31 +90,31 @@ def collectives(rank: int) -> dict[str, Any]:
         "broadcast": ours.broadcast(x.clone(), src=1),
         "all_reduce": ours.all_reduce(x.clone()),
     }
-    return {name: numbers(value) for name, value in found.items()}
+    return {name: numbers(value) for name, value in result.items()}
 
 
 def experts(rank: int) -> dict[str, Any]:
     group = parallel_state.get_ep_group()
     x, weights = data(rank, SIZES[rank], 8).npu(), data(rank, SIZES[rank], 2, salt=1).npu()
     ids, extra = weights.mul(100).to(torch.int32), data(rank, SIZES[rank], 1, salt=2).npu()
-    made = data(rank, sum(SIZES), 8, salt=3).npu()
+    tokens = data(rank, sum(SIZES), 8, salt=3).npu()
     output = torch.full((SIZES[rank], 8), torch.nan).npu()
     metadata = DPMetadata(torch.tensor(SIZES))
     context = type("Context", (), {"dp_metadata": metadata})()
     with override_forward_context(context), metadata.sp_local_sizes(1):
-        found = {
+        result = {
             "manager": type(group.device_communicator.all2all_manager).__name__,
             "dispatch": group.dispatch(x, weights, ids),
             "dispatch extra": group.dispatch(x, weights, ids, extra_tensors=[extra]),
             "dispatch_router_logits": group.dispatch_router_logits(x, weights),
-            "combine": group.combine(made),
-            "combine_into_output": group.combine_into_output(made, output),
+            "combine": group.combine(tokens),
+            "combine_into_output": group.combine_into_output(tokens, output),
             "the same output": output,
             "allocate_combine_input": group.allocate_combine_input(
-                made.shape, made.dtype, made.device
+                tokens.shape, tokens.dtype, tokens.device
             ),
         }
-    return {name: numbers(value) for name, value in found.items()}
+    return {name: numbers(value) for name, value in result.items()}
 
 
 FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5])
@@ -131,7 +131,7 @@ def ways(rank: int) -> dict[str, Any]:
     """Different numbers of tokens per rank, routed to experts that multiply by a factor; once all
     to the first rank."""
     manager = parallel_state.get_ep_group().device_communicator.all2all_manager
-    own = FACTORS[2 * rank : 2 * rank + 2].npu()
+    factors = FACTORS[2 * rank : 2 * rank + 2].npu()
     seen = []
 
     def experts(
@@ -139,13 +139,13 @@ def ways(rank: int) -> dict[str, Any]:
     ) -> torch.Tensor:
         seen.append(counts.tolist())
         out = torch.full_like(rows, torch.nan)
-        out[: sum(seen[-1])] = rows[: sum(seen[-1])] * own.repeat_interleave(counts).unsqueeze(
+        out[: sum(seen[-1])] = rows[: sum(seen[-1])] * factors.repeat_interleave(counts).unsqueeze(
             1
         ).to(rows.dtype)
         return out
 
     vars(experts).update(takes_int8=False)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, sizes, to in (("uneven", SIZES, 4), ("one rank", SIZES, 2), ("large", [300, 2], 4)):
         metadata = DPMetadata(torch.tensor(sizes))
         x, weights, ids = routed(rank, sizes[rank], to)
@@ -155,13 +155,13 @@ def ways(rank: int) -> dict[str, Any]:
                 context = type("Context", (), {"dp_metadata": metadata})()
                 with override_forward_context(context), metadata.sp_local_sizes(1):
                     try:
-                        made = manager.dispatch_and_combine(
+                        message = manager.dispatch_and_combine(
                             x.npu().to(dtype), weights.npu(), ids.npu(), 4, experts
                         )
                     except ValueError as error:
-                        made = str(error)
-                found[label] = [*manager.used, numbers(made)]
-    return found
+                        message = str(error)
+                results[label] = [*manager.used, numbers(message)]
+    return results
 
 
 def alternating(rank: int) -> list[Any]:
@@ -169,11 +169,11 @@ def alternating(rank: int) -> list[Any]:
     parallel group in between."""
     group = parallel_state.get_ep_group()
     manager = group.device_communicator.all2all_manager
-    manager.requested, manager.used, found = "mc2", set(), []
+    manager.requested, manager.used, result = "mc2", set(), []
     for sizes in (SIZES, [300, 2], SIZES, [2, 300], SIZES):
         group.all_reduce(torch.ones(4).npu())
-        found.append(step(manager, rank, sizes, FactorExperts(rank)))
-    return [sorted(manager.used), *found]
+        result.append(step(manager, rank, sizes, FactorExperts(rank)))
+    return [sorted(manager.used), *result]
 
 
 def recreated(rank: int) -> list[int]:
@@ -202,22 +202,22 @@ def streamless(rank: int) -> list[Any]:
     """The error of a link, and the bytes that it leaves allocated."""
     given = [P2PLink.root_info() if rank == 0 else b""]
     dist.broadcast_object_list(given, 0, parallel_state.get_ep_group().cpu_group)
-    before, said = torch.npu.mem_get_info()[0], "no error"
+    before, message = torch.npu.mem_get_info()[0], "no error"
     try:
         Streamless(rank, given[0])
     except HCCLError as error:
-        said = str(error)
-    return [said, before - torch.npu.mem_get_info()[0]]
+        message = str(error)
+    return [message, before - torch.npu.mem_get_info()[0]]
 
 
 def quantized(rank: int) -> dict[str, list[Any]]:
     """A step by each backend that sends int8, with experts that take it."""
-    manager, found = parallel_state.get_ep_group().device_communicator.all2all_manager, {}
+    manager, result = parallel_state.get_ep_group().device_communicator.all2all_manager, {}
     for manager.requested in ("alltoall", "mc2"):
         experts = FactorExperts(rank)
         experts.takes_int8 = True
-        found[manager.requested] = [step(manager, rank, SIZES, experts), experts.dtypes]
-    return found
+        result[manager.requested] = [step(manager, rank, SIZES, experts), experts.dtypes]
+    return result
 
 
 class FactorExperts:
@@ -226,7 +226,7 @@ class FactorExperts:
     takes_int8 = False
 
     def __init__(self, rank: int) -> None:
-        self.own, self.dtypes = FACTORS[2 * rank : 2 * rank + 2].npu(), []
+        self.factors, self.dtypes = FACTORS[2 * rank : 2 * rank + 2].npu(), []
 
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
@@ -235,7 +235,7 @@ class FactorExperts:
         total = int(counts.sum())
         out = torch.full(rows.shape, torch.nan, dtype=torch.bfloat16, device="npu")
         values = rows[:total] if scale is None else rows[:total] * scale[:total].unsqueeze(1)
-        out[:total] = values * self.own.repeat_interleave(counts).unsqueeze(1).to(values.dtype)
+        out[:total] = values * self.factors.repeat_interleave(counts).unsqueeze(1).to(values.dtype)
         return out
 
 
@@ -264,13 +264,13 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    said = {}
+    messages = {}
     for name, call in calls.items():
         try:
-            said[name] = f"returned {call()}"
+            messages[name] = f"returned {call()}"
         except (ValueError, RuntimeError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
 
 
 def direct(rank: int) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def direct(rank: int) -> dict[str, Any]:
     )
     x, y, z = data(rank, 4, 6).npu(), data(rank, 4, 6, salt=1).npu(), data(rank, 8, 6, salt=2).npu()
     mine = data(rank, SIZES[rank], 6, salt=3).npu()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for where, on in (("current", None), ("own", stream)):
         out = {name: torch.full(shape, torch.nan).npu() for name, shape in SHAPES.items()}
         out |= {"all_reduce in place": x + 0, "broadcast": x * 1}
@@ -318,8 +318,8 @@ def direct(rank: int) -> dict[str, Any]:
             on.wait_stream(torch.npu.current_stream())
         out["all_reduce"] = ours.all_reduce(fresh, stream=on)
         torch.npu.current_stream().wait_stream(stream)
-        found[where] = {name: numbers(value) for name, value in out.items()}
-    found["captured"] = captured(rank, ours)
+        results[where] = {name: numbers(value) for name, value in out.items()}
+    results["captured"] = captured(rank, ours)
     cpu_group, device_group = (
         getattr(parallel_state.get_dp_group(), name) for name in ("cpu_group", "device_group")
     )
@@ -337,8 +337,8 @@ def direct(rank: int) -> dict[str, Any]:
         "closed": lambda: ours.destroy() or ours.destroy() or ours.all_reduce(x),
         "closed group": ours.group_start,
     }
-    found["refusals"] = refused(calls)
-    return found
+    results["refusals"] = refused(calls)
+    return results
 
 
 SHAPES = {
@@ -360,12 +360,12 @@ def captured(rank: int, ours: PyHcclCommunicator) -> list[Any]:
         before = x * 2
         total = ours.all_reduce(before)
         after = total + x
-    found = [numbers(x.sum())]
+    result = [numbers(x.sum())]
     for salt in (4, 5, 6):
         x.copy_(data(rank, 4, 6, salt=salt))
         graph.replay()
-        found.append(numbers(after))
-    return found
+        result.append(numbers(after))
+    return result
 
 
 def play(rank: int, port: int) -> dict[str, Any]:
@@ -381,13 +381,13 @@ def play(rank: int, port: int) -> dict[str, Any]:
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "hccl")
         parallel_state.initialize_model_parallel(backend="hccl")
-        found = {
+        result = {
             "collectives": collectives(rank),
             "experts": experts(rank),
             "ways": ways(rank),
             "refusals": refusals(rank),
         }
-        found |= {
+        result |= {
             "alternating": alternating(rank),
             "quantized": quantized(rank),
             "direct": direct(rank),
@@ -395,8 +395,8 @@ def play(rank: int, port: int) -> dict[str, Any]:
             "streamless": streamless(rank),
         }
         parallel_state.destroy_model_parallel()
-        found["options"] = options(rank)
-    return found
+        result["options"] = options(rank)
+    return result
 
 
 def options(rank: int) -> dict[str, Any]:
@@ -418,13 +418,13 @@ def options(rank: int) -> dict[str, Any]:
         group.all_reduce(x)
     torch.npu.synchronize()
     if rank == 0:
-        began, said = time.monotonic(), "no error"
+        began, message = time.monotonic(), "no error"
         try:
             groups["dp"].all_reduce(x)
             torch.npu.synchronize()
         except RuntimeError as error:
-            said = str(error)
-        waited = [time.monotonic() - began, said]
+            message = str(error)
+        waited = [time.monotonic() - began, message]
     dist.barrier(groups["dp"].cpu_group)
     return {"given": given, "waited": waited, "again": again, "used": sorted(manager.used)}
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch_npu  # noqa: F401
 from ascend_communicator.moe import MoEShape, mc2
 from ascend_platform import extension
-from harness import launcher
+from harness.engines import launcher
 from ranks import FACTORS, RANKS, SIZES, FactorExperts, data
 
 WIDTH = 1024
@@ -30,9 +30,9 @@ def play(rank: int, port: int) -> float:
     ids = torch.stack([torch.randperm(len(FACTORS))[:2] for _ in x]).int()
     experts = FactorExperts(rank)
     given = x.npu(), weights.npu(), ids.npu(), len(FACTORS), experts, max(SIZES)
-    made = mc2.dispatch_and_combine(limits, group, *given).cpu().double()
+    output = mc2.dispatch_and_combine(limits, group, *given).cpu().double()
     exact = x.double() * (weights.double() * FACTORS.double()[ids.long()]).sum(1, keepdim=True)
-    return float(((made - exact) / exact.abs().clamp(min=1)).abs().max())
+    return float(((output - exact) / exact.abs().clamp(min=1)).abs().max())
 
 
 def main() -> None:

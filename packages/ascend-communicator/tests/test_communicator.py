@@ -25,7 +25,7 @@ X, Y, Z = (
 )
 MINE = [data(rank, SIZES[rank], 6, salt=3) for rank in range(2)]
 WIDE = data(0, 6, 8, salt=2) + data(1, 6, 8, salt=2)
-MADE = data(0, 8, 8, salt=3) + data(1, 8, 8, salt=3)
+OUTPUTS = data(0, 8, 8, salt=3) + data(1, 8, 8, salt=3)
 
 EXPECTED: dict[str, list[Any]] = {
     "all_gather 0": [torch.cat(X)] * 2,
@@ -59,9 +59,9 @@ EXPERTS: dict[str, list[Any]] = {
     "dispatch": [[torch.cat(TOKENS), torch.cat(WEIGHTS), IDS]] * 2,
     "dispatch extra": [[torch.cat(TOKENS), torch.cat(WEIGHTS), IDS, [EXTRA]]] * 2,
     "dispatch_router_logits": [[torch.cat(TOKENS), torch.cat(WEIGHTS)]] * 2,
-    "combine": list(MADE.split(SIZES)),
-    "combine_into_output": list(MADE.split(SIZES)),
-    "the same output": list(MADE.split(SIZES)),
+    "combine": list(OUTPUTS.split(SIZES)),
+    "combine_into_output": list(OUTPUTS.split(SIZES)),
+    "the same output": list(OUTPUTS.split(SIZES)),
     "allocate_combine_input": [None, None],
 }
 
@@ -99,8 +99,8 @@ def test_vllm_groups_use_it_and_all_methods_are_compared(scenarios: dict[str, An
 
 
 def test_unsupported_calls_are_refused_in_one_line(scenarios: dict[str, Any]) -> None:
-    for said in scenarios["refusals"]:
-        assert said == {
+    for message in scenarios["refusals"]:
+        assert message == {
             "dimension": "ValueError: all_gatherv along dimension 1 is not supported; only along 0",
             "how many sizes": "ValueError: got 1 sizes for 2 ranks",
             "sum of sizes": "ValueError: sizes [1, 1] add up to 2 rows; the tensor has 3",
@@ -121,8 +121,8 @@ def test_base_class_methods_are_overridden_or_listed() -> None:
     ours = {name for name in vars(HCCLCommunicator) if name in methods}
     assert methods - ours == set(INHERITED)
     for name in ours:
-        taken = list(inspect.signature(getattr(HCCLCommunicator, name)).parameters)
+        accepted = list(inspect.signature(getattr(HCCLCommunicator, name)).parameters)
         if name != "__init__":
-            assert taken == list(
+            assert accepted == list(
                 inspect.signature(getattr(DeviceCommunicatorBase, name)).parameters
             ), name

@@ -14,11 +14,11 @@ from ascend_communicator.moe.alltoall import regroup
 from ascend_communicator.moe.mc2 import algorithm, buffer_mib, token_limit, unsupported_reason
 from ascend_communicator.moe.select import select_backend
 from ascend_platform import extension
-from harness import npus
+from harness.engines import npus
 
 FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5]).double()
 NAMES = {"uneven": ([3, 5], 4), "one rank": ([3, 5], 2), "large": ([300, 2], 4)}
-TAKEN = {
+SELECTED = {
     ("uneven", "mc2", "bfloat16"): "mc2",
     ("one rank", "mc2", "bfloat16"): "mc2",
     ("large", "mc2", "bfloat16"): "alltoall",
@@ -44,32 +44,32 @@ def test_backends_on_two_npus(scenarios: dict[str, Any], name: str, asked: str, 
     sizes, to = NAMES[name]
     kind = getattr(torch, dtype)
     for rank in range(2):
-        *taken, made = scenarios["ways"][rank][f"{name} {asked} {kind}"]
+        *path, actual = scenarios["ways"][rank][f"{name} {asked} {kind}"]
         if (asked, dtype) == ("mc2", "float32"):
             assert (
-                made
+                actual
                 == "ascend.communicator.all2all is mc2, which is not supported here: float32 is not"
                 " float16 or bfloat16; fix: set auto or allgather or alltoall"
             )
             continue
-        assert taken == [
-            TAKEN.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")
+        assert path == [
+            SELECTED.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")
         ]
-        if taken == ["allgather"]:
+        if path == ["allgather"]:
             # Runs as dispatch and combine, which test_communicator.py compares.
-            assert made is None
+            assert actual is None
             continue
         bound = 1e-5 if dtype == "float32" else 0.03
         exact = expected(rank, sizes[rank], to, kind)
         torch.testing.assert_close(
-            torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound
+            torch.tensor(actual, dtype=torch.float64), exact, rtol=bound, atol=bound
         )
 
 
-def close(made: Any, rank: int, tokens: int, bound: float = 0.03) -> None:
+def close(actual: Any, rank: int, tokens: int, bound: float = 0.03) -> None:
     exact = expected(rank, tokens, 4, torch.bfloat16)
     torch.testing.assert_close(
-        torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound
+        torch.tensor(actual, dtype=torch.float64), exact, rtol=bound, atol=bound
     )
 
 
@@ -79,8 +79,8 @@ def test_mc2_and_alltoall_alternate(scenarios: dict[str, Any]) -> None:
     for rank in range(2):
         used, *steps = scenarios["alternating"][rank]
         assert used == ["alltoall", "mc2"]
-        for made, sizes in zip(steps, ([3, 5], [300, 2], [3, 5], [2, 300], [3, 5]), strict=True):
-            close(made, rank, sizes[rank])
+        for result, sizes in zip(steps, ([3, 5], [300, 2], [3, 5], [2, 300], [3, 5]), strict=True):
+            close(result, rank, sizes[rank])
 
 
 def test_mc2_on_atlas_a3() -> None:
@@ -93,9 +93,9 @@ def test_mc2_on_atlas_a3() -> None:
 @pytest.mark.parametrize("backend", ["alltoall", "mc2"])
 def test_int8_tokens(scenarios: dict[str, Any], backend: str) -> None:
     for rank in range(2):
-        made, dtypes = scenarios["quantized"][rank][backend]
+        actual, dtypes = scenarios["quantized"][rank][backend]
         assert dtypes == ["torch.int8"]
-        close(made, rank, [3, 5][rank], 0.06)
+        close(actual, rank, [3, 5][rank], 0.06)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("chip", "sizes", "experts", "choices", "hidden", "dtype", "taken"),
+    ("chip", "sizes", "experts", "choices", "hidden", "dtype", "selected"),
     [
         (A2, [64] * 8, 64, 8, 4096, HALF, "mc2"),
         (A2, [1, 256], 64, 8, 4096, HALF, "mc2"),
@@ -153,7 +153,7 @@ def test_select_backend(
     choices: int,
     hidden: int,
     dtype: torch.dtype,
-    taken: str,
+    selected: str,
 ) -> None:
     shape = MoEShape(len(sizes), experts, choices, hidden, dtype)
     limit = token_limit(chip, shape, False, 4096)
@@ -163,10 +163,10 @@ def test_select_backend(
         assert bool(reason) == (requested in ("auto", "mc2") and backend != "mc2")
         return backend
 
-    assert select("auto") == taken
+    assert select("auto") == selected
     assert select("allgather") == "allgather"
     assert select("alltoall") == "alltoall"
-    if taken == "mc2":
+    if selected == "mc2":
         assert select("mc2") == "mc2"
     elif unsupported_reason(chip, shape, False):
         with pytest.raises(ValueError, match="is mc2, which is not supported here: "):
@@ -179,7 +179,7 @@ QWEN_235B, QWEN_30B, DEEPSEEK = (128, 8, 4096), (128, 8, 2048), (256, 8, 7168)
 
 
 @pytest.mark.parametrize(
-    ("chip", "model", "ranks", "internode", "name", "most", "needed", "tokens"),
+    ("chip", "model", "ranks", "internode", "name", "max_tokens", "needed", "tokens"),
     # Computed by hand from the formulas of the documentation; the last column is for a buffer of
     # 200 MiB.
     [
@@ -197,25 +197,25 @@ def test_tokens_that_a_buffer_is_enough_for(
     ranks: int,
     internode: bool,
     name: str,
-    most: int,
+    max_tokens: int,
     needed: int,
     tokens: int,
 ) -> None:
     shape = MoEShape(ranks, *model, HALF)
     limits = algorithm(chip, shape, internode)
-    assert (limits.comm_alg, limits.tokens) == (name, most)
-    assert buffer_mib(name, shape, most) == needed
+    assert (limits.comm_alg, limits.tokens) == (name, max_tokens)
+    assert buffer_mib(name, shape, max_tokens) == needed
     limit = token_limit(chip, shape, internode, 200)
     assert limit.tokens == tokens
     assert (
-        f"takes up to {tokens} tokens of a rank with an HCCL buffer of 200 MiB, and {most} with"
+        f"takes up to {tokens} tokens of a rank with an HCCL buffer of 200 MiB, and {max_tokens} with"
         f" {needed}: set " in limit.reason
     )
     assert limit.reason.endswith(
         "HCCL_BUFFSIZE" if chip is A2 else "ascend.communicator.groups.mc2.buffer_size"
     )
     assert buffer_mib(name, shape, tokens) <= 200 < buffer_mib(name, shape, tokens + 1)
-    assert token_limit(chip, shape, internode, needed).tokens == most
+    assert token_limit(chip, shape, internode, needed).tokens == max_tokens
 
 
 def test_unknown_backend_is_refused() -> None:

@@ -26,7 +26,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"groups": 3}, "groups is 3; supported: an object; fix: correct or remove it"),
         (
@@ -64,10 +64,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_unsupported_values_are_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+def test_unsupported_values_are_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(extension.RefusedError) as caught:
         extension.parse_options(Options, given, "additional_config ascend.communicator")
-    assert str(caught.value) == f"additional_config ascend.communicator.{said}"
+    assert str(caught.value) == f"additional_config ascend.communicator.{message}"
 
 
 def test_hccl_environment_variables() -> None:
@@ -83,12 +83,12 @@ def test_hccl_environment_variables() -> None:
     ]
 
 
-@pytest.mark.parametrize(("value", "found"), [(None, 200), ("", 200), ("64", 64)])
-def test_buffer_size(monkeypatch: pytest.MonkeyPatch, value: str | None, found: int) -> None:
+@pytest.mark.parametrize(("value", "expected"), [(None, 200), ("", 200), ("64", 64)])
+def test_buffer_size(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: int) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", value or "")
     if value is None:
         monkeypatch.delenv("HCCL_BUFFSIZE")
-    assert buffer_mib_of_environment() == found
+    assert buffer_mib_of_environment() == expected
 
 
 @pytest.mark.parametrize("value", ["200M", "0", "-1", "1.5"])
@@ -107,9 +107,9 @@ def test_buffer_size_that_is_no_number_is_refused(
 def test_group_options_reach_hccl(scenarios: dict[str, Any]) -> None:
     for group, options in scenarios["options"][0]["given"].items():
         assert options == {"dp": {"hccl_buffer_size": 64, "hccl_exec_timeout": 3}, "ep": {}}[group]
-    waited, said = scenarios["options"][0]["waited"]
+    waited, message = scenarios["options"][0]["waited"]
     assert 2.5 < waited < 15  # 1836 s by default
-    assert "HcclAllReduce" in said
+    assert "HcclAllReduce" in message
 
 
 def config_with(layout: dict[str, Any]) -> VllmConfig:
@@ -173,30 +173,34 @@ def test_the_option_of_several_groups_is_warned_of(
     mode: str,
     is_warned: bool,
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(
-        extension.logger, "warning", lambda text, *values: said.append(text % values)
+        extension.logger, "warning", lambda text, *values: messages.append(text % values)
     )
     given = Options(groups={group: {"expansion_mode": mode}})
     with set_current_vllm_config(config_with(layout)):
         warn_of_vector_cores(group, given.hccl_config(group))
     where = f"ascend.communicator.groups.{group}.expansion_mode is AIV beyond"
-    assert [text.startswith(where) for text in said] == [True] * is_warned
+    assert [text.startswith(where) for text in messages] == [True] * is_warned
 
 
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_the_option_of_mc2_is_warned_of(monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
     """By the communicator of the expert parallel group, whose all2all manager creates MC2's."""
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(
-        extension.logger, "warning", lambda text, *values: said.append(text % values)
+        extension.logger, "warning", lambda text, *values: messages.append(text % values)
     )
-    made = HCCLCommunicator.__new__(HCCLCommunicator)
-    made.unique_name, made.rank_in_group, made.use_all2all = "ep:0", 0, exchanges
+    communicator = HCCLCommunicator.__new__(HCCLCommunicator)
+    communicator.unique_name, communicator.rank_in_group, communicator.use_all2all = (
+        "ep:0",
+        0,
+        exchanges,
+    )
     config = config_with({"tensor_parallel_size": 2, "enable_expert_parallel": True})
     options = {"groups": {"mc2": {"expansion_mode": "AIV"}}}
     config.additional_config = {"ascend": {"communicator": options}}
     with set_current_vllm_config(config):
-        made._set_options()
+        communicator._set_options()
     where = "ascend.communicator.groups.mc2.expansion_mode is AIV beyond"
-    assert [text.startswith(where) for text in said] == [True] * exchanges
+    assert [text.startswith(where) for text in messages] == [True] * exchanges

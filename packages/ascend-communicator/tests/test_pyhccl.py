@@ -79,20 +79,20 @@ def test_graph_capture_and_replay(scenarios: dict[str, Any]) -> None:
 
 def test_unsupported_calls_are_refused_in_one_line(scenarios: dict[str, Any]) -> None:
     for rank, answer in enumerate(scenarios["direct"]):
-        said = answer["refusals"]
+        message = answer["refusals"]
         assert (
-            said.pop("device")
+            message.pop("device")
             == f"ValueError: this PyHcclCommunicator is on npu:{rank}; a tensor is on cpu"
         )
-        library = said.pop("library")
+        library = message.pop("library")
         assert library.startswith(
             "RuntimeError: HCCL's library libhccl-of-nobody.so cannot be loaded ("
         )
         assert library.endswith("; source CANN's set_env.sh, or set HCCL_SO_PATH to the file")
-        hccl = said.pop("HCCL refuses")
+        hccl = message.pop("HCCL refuses")
         assert hccl.startswith("HCCLError: HcclAllReduce failed with 5 (")
         assert "\n" not in library + hccl
-        assert said == REFUSED
+        assert message == REFUSED
 
 
 def test_link_without_a_stream_is_destroyed(scenarios: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ascend_communicator import weight_transfer
 from ascend_communicator.pyhccl import PyHcclCommunicator
-from harness.ports import free_port
+from harness.engines.ports import free_port
 from torch.distributed import TCPStore
 from vllm.config import ParallelConfig
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
@@ -124,7 +124,7 @@ def test_worker_destroys_the_group_that_it_leaves() -> None:
 )
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("mode", "owner", "raised", "said"),
+    ("mode", "owner", "raised", "message"),
     [
         (
             "iter_local",
@@ -147,11 +147,11 @@ def test_worker_destroys_the_group_that_it_leaves() -> None:
     ],
 )
 def test_sources_that_rank_0_cannot_send_are_refused(
-    rank: int, mode: str, owner: int, raised: type[Exception], said: str
+    rank: int, mode: str, owner: int, raised: type[Exception], message: str
 ) -> None:
     """Before the workers are told to join, as by vLLM."""
 
-    def told() -> None:
+    def refuse() -> None:
         raise AssertionError("the workers are told to join")
 
     class Source(WeightSource):
@@ -169,9 +169,9 @@ def test_sources_that_rank_0_cannot_send_are_refused(
             rank=rank, master_address="127.0.0.1", master_port=free_port(), world_size=2
         )
         with pytest.raises(raised) as caught:
-            engine.trainer_init(given, client=Client(told), source=Source())
+            engine.trainer_init(given, client=Client(refuse), source=Source())
         if engine is weight_transfer.HCCLTrainerWeightTransferEngine:
-            assert str(caught.value) == said
+            assert str(caught.value) == message
 
 
 def is_destroyed(group: PyHcclCommunicator) -> bool:
@@ -219,7 +219,7 @@ def test_deadline(forever: threading.Event, monkeypatch: pytest.MonkeyPatch) -> 
         connect(Client(lambda: _wait(forever)), free_port())
 
 
-def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
+def test_update_without_parameters_uses_those_of_the_last_update() -> None:
     """A transfer as vLLM's trainer sends it from 0.33 on, in buckets that each have some of a
     drafter's parameters."""
     loaded: list[list[str]] = []

@@ -11,7 +11,7 @@ def register() -> None:
     Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more
     than once.
     """
-    extension.join("ascend-attention", "ascend_attention", _offer, api="1.6")
+    extension.join("ascend-attention", "ascend_attention", _offer, api="1.7")
 
 
 def _offer() -> None:

@@ -94,8 +94,8 @@ MAX_PARTS = 16
 def merge(
     softmax_lse: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge partial outputs ``[rows, head_size]`` by their log-sum-exp ``[rows]``, of which the
-    first 16 have one that is finite.
+    """Merge partial outputs ``[rows, head_size]`` by their log-sum-exp ``[rows]``. For each row one
+    of the first 16 parts has a finite one.
 
     Returns:
         The output and its log-sum-exp, in float32, so that the roundings of several merges do not

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import CrossAttentionSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, iter_layer_specs
 
 from ascend_attention import dcp, int8, unpaged
 from ascend_attention.metadata import BLOCK_SIZE as BLOCK_SIZE
@@ -110,12 +110,16 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         if uses_dcp or isinstance(kv_cache_spec, CrossAttentionSpec):
             return AttentionCGSupport.NEVER
         model = vllm_config.model_config
-        if kv_cache_spec.dtype == torch.int8 or (model and model.is_mm_prefix_lm):
+        # The spec may be of a group whose layers have different ones.
+        specs: Any = iter_layer_specs(kv_cache_spec)
+        is_int8 = any(spec.dtype == torch.int8 for spec in specs)
+        if is_int8 or (model and model.is_mm_prefix_lm):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        if not unpaged.is_needed(kv_cache_spec.head_size):
+        head_size = max(spec.head_size for spec in specs)
+        if not unpaged.is_needed(head_size):
             return cls._cudagraph_support
         layers = vllm_config.compilation_config.static_forward_context.values()
-        sizes = {getattr(layer, "head_size", kv_cache_spec.head_size) for layer in layers}
+        sizes = {getattr(layer, "head_size", head_size) for layer in layers}
         fits = vllm_config.num_speculative_tokens < unpaged.MAX_SINGLE
         if fits and all(map(unpaged.is_needed, sizes)):
             return AttentionCGSupport.UNIFORM_BATCH
@@ -285,54 +289,39 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # the model's other layers have others
+        # Other layers of the model may have different head sizes.
         if reason := unsupported_heads(self.head_size, self.num_heads, self.num_kv_heads):
             raise extension.RefusedError(
                 f"{self.title}: {reason}; fix: VLLM_PLUGINS=ascend, for the built-in attention"
             )
 
-    def forward(
+    def reserve(self, layer: Any, query: torch.Tensor) -> None:
+        """Allocate what attention without pages, or over an int8 cache, takes."""
+        if getattr(layer, "kv_cache_torch_dtype", None) == torch.int8:
+            int8.reserve(self, query, BLOCK_SIZE)
+        elif unpaged.is_needed(self.head_size):
+            unpaged.reserve(self, query)
+
+    def attend(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: tuple[torch.Tensor, torch.Tensor],
-        attn_metadata: FusedAttentionMetadata | None,
+        meta: FusedAttentionMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write this step's keys and values into the KV cache and compute attention.
-
-        Args:
-            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or
-                None.
-            value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens,
-                or None.
-            kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
-            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
-                output is then zero.
-        """
-        if attn_metadata is None:
-            if getattr(layer, "kv_cache_torch_dtype", None) == torch.int8:
-                int8.reserve(self, query, BLOCK_SIZE)
-            elif unpaged.is_needed(self.head_size):
-                unpaged.reserve(self, query)
-            return output.zero_()
-        meta, (key_cache, value_cache) = attn_metadata, kv_cache
-        returned, tokens = output, slice(meta.num_tokens)
-        if len(query) != meta.num_tokens:
-            query, output = query[tokens], output[tokens]
-        if self.writes_cache and key is not None and value is not None:
-            self._write(layer, key, value, key_cache, value_cache, meta)
+    ) -> None:
+        """See the base class; ``kv_cache`` has blocks of 128 tokens."""
+        (key_cache, value_cache), tokens = kv_cache, slice(meta.num_tokens)
         if self.pcp_world_size > 1:
             # The next layers write keys of padding tokens.
-            if len(returned) > meta.num_tokens:
-                returned[meta.num_tokens :].zero_()
+            if len(output) > meta.num_tokens:
+                output[meta.num_tokens :].zero_()
             if not meta.num_tokens:
-                return returned
+                return
+        if len(query) != meta.num_tokens:
+            query, output = query[tokens], output[tokens]
         if key_cache.dtype == torch.int8:
             int8.attend(self, layer, query, key_cache, value_cache, meta, output)
         elif meta.dcp:
@@ -352,7 +341,6 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
                 attended = torch.empty_like(own)
                 self._attend_all(own, key_cache, value_cache, images.step, attended)
                 output.index_copy_(0, images.rows, attended)
-        return returned
 
     def _attend_all(
         self,
@@ -371,17 +359,20 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             if not meta.num_single:
                 return
         caches = key_cache, value_cache
-        self.attend(query[paged], *caches, meta.lengths, meta.block_table, meta, output[paged])
+        self.attend_pages(
+            query[paged], *caches, meta.lengths, meta.block_table, meta, output[paged]
+        )
 
-    def _write(
+    def write(
         self,
         layer: Any,
         key: torch.Tensor,
         value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
         meta: FusedAttentionMetadata,
     ) -> None:
+        """Write by npu_scatter_pa_kv_cache; see the base class."""
+        key_cache, value_cache = kv_cache
         slots = meta.dcp.slot_mapping if meta.dcp else meta.slot_mapping
         key, value = self.gather_new(key, value)
         if meta.dcp:
@@ -398,7 +389,7 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
                 *new, key_cache, value_cache, slots, cache_mode="Norm"
             )
 
-    def attend(
+    def attend_pages(
         self,
         query: torch.Tensor,
         key_cache: torch.Tensor,

@@ -106,42 +106,28 @@ class FusedEncoderAttentionImpl(
     )
     operators = ("npu_fusion_attention",)
 
-    def forward(
+    def attend(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: FusedEncoderAttentionMetadata | None,
+        kv_cache: Any,
+        meta: FusedEncoderAttentionMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute attention.
-
-        Args:
-            query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key: ``[tokens, kv_heads, head_size]``.
-            value: ``[tokens, kv_heads, head_size]``.
-            attn_metadata: None during vLLM's memory profiling run; the output is then zero.
-        """
-        if attn_metadata is None:
-            return output.zero_()
+    ) -> None:
+        """Compute all sequences by one operator; see the base class."""
         mask_args: dict[str, Any] = {}
         if self.sliding_window:
             width = self.sliding_window - 1
             mask_args = {
-                "atten_mask": attn_metadata.mask,
+                "atten_mask": meta.mask,
                 "sparse_mode": 4,
                 "pre_tockens": width,
                 "next_tockens": width,
             }
-        num_tokens = attn_metadata.cu_seqlens[-1]
-        output[:num_tokens] = attend(
-            query, key, value, attn_metadata.cu_seqlens, self.scale, **mask_args
-        )
-        return output
+        num_tokens = meta.cu_seqlens[-1]
+        output[:num_tokens] = attend(query, key, value, meta.cu_seqlens, self.scale, **mask_args)
 
 
 class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
@@ -214,7 +200,7 @@ class _GraphSequences:
 
     The call has as many sequences as the buffer holds, less than MAX_SEQUENCES. Those at the
     end take no part, with 0 as their end (``npu_fusion_attention_v3`` in
-    ``torch_npu/_op_plugin_docs.py``), and so do the rows behind the last of the others.
+    ``torch_npu/_op_plugin_docs.py``), and the rows behind the last of the others as well.
 
     Raises:
         RefusedError: the ends are not known to the host.

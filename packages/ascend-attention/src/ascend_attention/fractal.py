@@ -41,8 +41,8 @@ class FractalAttentionMetadata(AttentionMetadata):
 
     Attributes:
         num_tokens: query tokens of all requests.
-        query_lens: int32 ``[requests]`` on the host, query tokens of each request; None if each has
-            one.
+        query_lens: int32 ``[requests]`` on the host, query tokens of each request; None if each is
+            one token.
         seq_lens: int32 ``[requests]`` on the NPU, after this step's tokens are written.
         block_table: int32 ``[requests, blocks]``.
         slots: int32 ``[num_tokens]``, the KV cache slot of each new key.
@@ -106,42 +106,39 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
         self._aliases: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
     def bind(self, kv_cache: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Make the tensors in FRACTAL_NZ, each of which first has memory of its own."""
+        """Make the tensors in FRACTAL_NZ; each first has its own memory."""
         for part in kv_cache:
             self._fractal(part)
             torch.npu.empty_cache()
 
-    def forward(
+    def write(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        meta: FractalAttentionMetadata,
+    ) -> None:
+        """Write by _npu_reshape_and_cache; see the base class."""
+        tokens = slice(meta.num_tokens)
+        new = key[tokens].contiguous(), value[tokens].contiguous()
+        torch_npu._npu_reshape_and_cache(*new, *map(self._fractal, kv_cache), meta.slots)
+
+    def attend(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: tuple[torch.Tensor, torch.Tensor],
-        attn_metadata: FractalAttentionMetadata | None,
+        meta: FractalAttentionMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write this step's keys and values into the KV cache and compute attention.
-
-        Args:
-            query: float16 ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key: ``[tokens, kv_heads, head_size]``.
-            value: ``[tokens, kv_heads, head_size]``.
-            kv_cache: keys and values, the memory of ``[blocks, 128, kv_heads, head_size]`` each,
-                which has the order of FRACTAL_NZ.
-            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
-                output is then zero.
-        """
-        if attn_metadata is None:
-            return output.zero_()
-        meta, tokens = attn_metadata, slice(attn_metadata.num_tokens)
-        key_cache, value_cache = (self._fractal(part) for part in kv_cache)
-        if self.writes_cache and key is not None and value is not None:
-            new = key[tokens].contiguous(), value[tokens].contiguous()
-            torch_npu._npu_reshape_and_cache(*new, key_cache, value_cache, meta.slots)
-        attend = {
+    ) -> None:
+        """See the base class; query and output are float16, and the KV cache is the memory of
+        ``[blocks, 128, kv_heads, head_size]`` each, which has the order of FRACTAL_NZ."""
+        tokens = slice(meta.num_tokens)
+        key_cache, value_cache = map(self._fractal, kv_cache)
+        arguments = {
             "query": query[tokens].contiguous(),
             "key_cache": key_cache,
             "value_cache": value_cache,
@@ -153,12 +150,11 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
             "out": output[tokens],
         }
         if meta.query_lens is None:
-            torch_npu._npu_paged_attention(**attend)
+            torch_npu._npu_paged_attention(**arguments)
         else:
             torch_npu._npu_paged_attention_splitfuse_v2(
-                **attend, mask=meta.mask, seq_len=meta.query_lens, mask_type=COMPRESSED
+                **arguments, mask=meta.mask, seq_len=meta.query_lens, mask_type=COMPRESSED
             )
-        return output
 
     def _fractal(self, cache: torch.Tensor) -> torch.Tensor:
         """The cache's memory as ``[blocks, kv_heads * head_size / 16, block_size, 16]`` in

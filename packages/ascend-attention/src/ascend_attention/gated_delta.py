@@ -74,7 +74,7 @@ class FusedGatedDeltaRule:
         states: torch.Tensor,
         query_start_loc: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``ascend_platform.kernels.states.gated_delta.chunk_rule``."""
+        """As ``ascend_platform.state_layers.kernels.gated_delta.chunk_rule``."""
         return torch_npu.npu_chunk_gated_delta_rule(
             inputs.q,
             inputs.k,
@@ -95,7 +95,7 @@ class FusedGatedDeltaRule:
         num_accepted_tokens: torch.Tensor | None,
         may_pad: bool = True,
     ) -> torch.Tensor:
-        """As ``ascend_platform.kernels.states.gated_delta.recurrent_rule``.
+        """As ``ascend_platform.state_layers.kernels.gated_delta.recurrent_rule``.
 
         The operator requires requests of equal size and rejects empty ones. Padding tokens repeat
         the previous state.

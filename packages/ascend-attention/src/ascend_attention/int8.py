@@ -102,7 +102,7 @@ def attend(
                 "actual_seq_lengths": [end - tokens.start for end in cu_query_lens[rows]],
                 "actual_seq_lengths_kv": seq_lens[rows],
             }
-            impl.attend(query[tokens], *caches, lengths, table, meta, output[tokens])
+            impl.attend_pages(query[tokens], *caches, lengths, table, meta, output[tokens])
         else:
             _prefill_in_slices(
                 impl,

@@ -5,7 +5,7 @@ and keys before them.
 
 On Atlas A2 it computes NaN and infinities from finite pages for heads above 192
 (``ChipFamily.chunk_head_size``; vllm-ascend, pull request 16303). Decodes with one token for each
-request are served there, and so is layout TND without pages. So requests of few tokens, such as
+request and layout TND without pages are served there. So requests of few tokens, such as
 decodes with their drafts, are cut into requests of one token each, which graphs take too. Keys and
 values of longer ones are read from the cache into a workspace of bounded size: with one call for all
 requests that fit together, and for a longer one with a call for its new tokens and others for its
@@ -199,7 +199,7 @@ class SingleTokens:
 
     def __init__(self, ends: list[int], num_tokens: int, causal: bool) -> None:
         """Take the requests' cumulative query lengths, the number of tokens with those of a graph's
-        padding behind them, each of which sees a token of the null block, and whether a token sees
+        padding behind them, which see a token of the null block each, and whether a token sees
         no later ones."""
         counts = [end - start for start, end in pairwise([0, *ends])]
         self._requests = [request for request, count in enumerate(counts) for _ in range(count)]

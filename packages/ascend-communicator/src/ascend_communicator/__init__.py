@@ -91,7 +91,7 @@ def register() -> None:
         _offer,
         options=Options,
         configured=_take_options,
-        api="1.6",
+        api="1.8",
     )
 
 
@@ -100,7 +100,7 @@ def _offer() -> None:
     extension.offer(
         "weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine"
     )
-    extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
+    extension.offer("transfer_engine.hccl", "ascend_communicator.hccl_engine.HcclEngine")
 
 
 def _take_options(values: Mapping[str, object]) -> None:

@@ -3,8 +3,8 @@
 """Point-to-point HCCL link with bounded waits, on a private stream, for peers that may fail.
 
 A call whose peer has failed blocks its stream, and with it every synchronization of the device. So
-the calls are queued on a private stream that is destroyed with the link, and not on one of
-torch_npu's, which are reused. Functions and constants are those of Huawei's public API reference
+the calls are queued on a private stream that is destroyed with the link. Streams of torch_npu
+are reused. Functions and constants are those of Huawei's public API reference
 "acl API (C)" (aclrtCreateStream, aclrtSynchronizeStreamWithTimeout, aclrtDestroyStreamForce).
 """
 

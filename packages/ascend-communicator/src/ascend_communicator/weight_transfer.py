@@ -151,8 +151,8 @@ def unpack(buffer: torch.Tensor, group: list[ParamMeta]) -> Iterator[torch.Tenso
 
 @dataclass
 class HCCLTrainerInitInfo(NCCLTrainerInitInfo):
-    """Trainer configuration: ``rank`` among the trainer's ranks, of which 0 sends, the group's
-    address and its ``world_size``."""
+    """Trainer configuration: ``rank`` among the trainer's ranks (rank 0 sends), the address of
+    the group and its ``world_size``."""
 
     backend: ClassVar[str] = "hccl"
 

@@ -30,7 +30,7 @@ class Limit(NamedTuple):
 
 
 def algorithm(chip: extension.Chip, shape: MoEShape, internode: bool) -> Any:
-    """The MC2 algorithm for a group, of one machine or of several; None if the chip has none."""
+    """The MC2 algorithm for a group, of one machine or of several; None if the chip has no MC2."""
     mc2 = chip.family.mc2
     if mc2 is None:
         return None
