@@ -20,13 +20,13 @@ def network() -> InMemoryNetwork:
 @pytest.fixture
 def instances(network: InMemoryNetwork) -> Iterator[type]:
     """Factory of instances in the network; all are closed at the end."""
-    made: list[Instance] = []
+    started: list[Instance] = []
 
     def make(name: str, **shape: object) -> Instance:
-        made.append(Instance(network, name, **shape))
-        return made[-1]
+        started.append(Instance(network, name, **shape))
+        return started[-1]
 
     yield make
     network.faults.hung.set()
-    for instance in made:
+    for instance in started:
         instance.close()

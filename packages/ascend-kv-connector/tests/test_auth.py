@@ -21,12 +21,12 @@ from ascend_platform.transfer.auth import CurveKeys, is_loopback
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.rpc import RpcClient, RpcServer
 
-OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
+OURS, THEIRS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["at once", "after the handshake"])
 @pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
-@pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
+@pytest.mark.parametrize("theirs", [OURS, THEIRS, None], ids=["secret", "another", "none"])
 def test_client_with_a_different_secret_is_refused(
     ours: CurveKeys | None, theirs: CurveKeys | None, pause: float
 ) -> None:
@@ -87,8 +87,8 @@ def test_port_above_the_last_is_refused() -> None:
 
 
 def test_server_takes_the_first_free_port_of_a_range() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         with pytest.raises(
             extension.RefusedError,
             match=rf"cannot listen on 127\.0\.0\.1:{port} .*change kv_port, or host or ports",

@@ -9,11 +9,11 @@ from time import monotonic, sleep
 
 import pytest
 import zmq
+from ascend_kv_connector.p2p.peers import MAX_IDLE_THREADS, CircuitBreaker
 from ascend_kv_connector.p2p.protocol import CODEC, Owner
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import MAX_QUARANTINED
-from ascend_platform.transfer.peers import MAX_IDLE_THREADS, CircuitBreaker
 from ascend_platform.transfer.rpc import RpcServer
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import Prompt
@@ -101,7 +101,7 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
     door.close()
 
 
-def test_dead_and_slow_peers_cost_their_own_requests_alone(
+def test_dead_and_slow_peers_affect_only_their_requests(
     instances: Callable, network: InMemoryNetwork
 ) -> None:
     """With more requests for peers that do not answer, and for peers whose bytes do not arrive,
@@ -114,8 +114,10 @@ def test_dead_and_slow_peers_cost_their_own_requests_alone(
         "d", expose_cache=False, lanes=2, answer_timeout=30.0, transfer_timeout=30.0
     ).consume()
     rank, blocks = consumer.consumers[0], consumer.take(17)
-    (own,) = {rank.transport.session}
-    network.cut.update(frozenset((own, each.producers[0].transport.session)) for each in slow)
+    (local_session,) = {rank.transport.session}
+    network.cut.update(
+        frozenset((local_session, each.producers[0].transport.session)) for each in slow
+    )
     with zmq.Context() as context:
         sockets = [context.socket(zmq.ROUTER) for _ in range(3)]
         ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in sockets]
@@ -126,8 +128,8 @@ def test_dead_and_slow_peers_cost_their_own_requests_alone(
                 f"slow-{number}", slow[number % 3].fill(f"slow-{number}", 17)[0], blocks, 0, 17
             )
         own_blocks = {f"r{number}": consumer.take(17) for number in range(2)}
-        for name, taken in own_blocks.items():
-            rank.start(name, healthy.fill(name, 17)[0], taken, 0, 17)
+        for name, request_blocks in own_blocks.items():
+            rank.start(name, healthy.fill(name, 17)[0], request_blocks, 0, 17)
         (ended,) = consumer.wait(2)
         for outcome in ended:
             assert isinstance(outcome, Done), outcome
@@ -222,12 +224,13 @@ def test_failed_reads_take_a_limited_number_of_buffers(
         rank.start(f"r{number}", source, blocks, 0, 4)
         ((outcome,),) = consumer.wait()
         assert outcome.kind == "transport"
-    most = MAX_QUARANTINED + 4
+    max_buffers = MAX_QUARANTINED + 4
     assert (
-        f"all {most} receive buffers are in use or quarantined after failed reads" in outcome.cause
+        f"all {max_buffers} receive buffers are in use or quarantined after failed reads"
+        in outcome.cause
     )
     assert outcome.seconds < 10
-    assert len(rank.transport._memory) == most
+    assert len(rank.transport._memory) == max_buffers
     network.faults.late, until = 0.0, monotonic() + 60.0
     while monotonic() < until:  # until the first bytes have arrived
         source, held = producer.fill("s", 4)

@@ -85,12 +85,12 @@ class Busy:
 
 @contextmanager
 def busy() -> Iterator[Busy]:
-    made = Busy()
+    suite = Busy()
     try:
-        yield made
+        yield suite
     finally:
-        made.released.set()
-        made.stream.synchronize()
+        suite.released.set()
+        suite.stream.synchronize()
 
 
 class TestAscendP2PConnector(HandoffTests):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from ascend_kv_connector import doctor
 from ascend_platform.transfer.auth import CurveKeys
-from harness.ports import free_port
+from harness.engines.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ASCEND_KV_SECRET", raising=False)
 
 
-def found(peer: str | None) -> list[tuple[str, str]]:
+def titles(peer: str | None) -> list[tuple[str, str]]:
     return [
         (title, level)
         for title, level, *_ in doctor.check(argparse.Namespace(category="kv", peer=peer))
@@ -86,7 +86,7 @@ def test_another_secret(instances: Callable) -> None:
 
 
 def test_arguments() -> None:
-    assert found(None) == [("prefill instance", "warn")]
+    assert titles(None) == [("prefill instance", "warn")]
     assert list(doctor.check(argparse.Namespace(category=None))) == []
 
 

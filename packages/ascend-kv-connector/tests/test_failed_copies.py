@@ -38,9 +38,9 @@ def worker() -> Iterator[HostWorker]:
         [CanonicalKVCacheTensor(page, SIZE)], [[CanonicalKVCacheRef(0, SIZE)]]
     )
     host = torch.ones(BLOCKS, 1, SIZE, dtype=torch.int8, pin_memory=True)
-    made = HostWorker(caches, [host])
-    yield made
-    made.shutdown()
+    copier = HostWorker(caches, [host])
+    yield copier
+    copier.shutdown()
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def test_failed_stores_of_all_ranks_are_reported() -> None:
 
 @pytest.fixture
 def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  # noqa: F811
-    suite, made = Suite(tmp_path), list[Engine]()
+    suite, engines = Suite(tmp_path), list[Engine]()
 
     def make(policy: str = "fail", **options: int) -> Engine:
         transfer = {
@@ -122,11 +122,11 @@ def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"cpu_bytes_to_use": 50_000_000} | options,
         }
-        made.append(suite.make(transfer))
-        return made[-1]
+        engines.append(suite.make(transfer))
+        return engines[-1]
 
     yield make
-    for each in made:
+    for each in engines:
         each.close()
 
 
@@ -169,7 +169,8 @@ def test_prompts_whose_blocks_cannot_be_loaded_are_computed(engine: Callable[...
     with failing(stores=False):
         assert serve(one, "failed", name) == ("length", 0)
     reason, loaded = serve(one, "again", name)
-    assert (reason, loaded > 0) == ("length", True)
+    assert reason == "length"
+    assert loaded > 0
 
 
 def test_other_prompts_are_served_after_one_failed(engine: Callable[..., Engine]) -> None:
@@ -179,7 +180,8 @@ def test_other_prompts_are_served_after_one_failed(engine: Callable[..., Engine]
         assert serve(one, "failed", name) == ("error", 0)
     assert serve(one, "first", other) == ("length", 0)
     reason, loaded = serve(one, "again", name)
-    assert (reason, loaded > 0) == ("length", True)
+    assert reason == "length"
+    assert loaded > 0
 
 
 @pytest.mark.skipif(Version(vllm.__version__) < Version("0.33"), reason="an option of vLLM 0.33")
@@ -200,6 +202,7 @@ def test_blocks_that_were_not_stored_are_not_loaded(engine: Callable[..., Engine
         assert serve(one, "first", name) == ("length", 0)
     assert serve(one, "not stored", name) == ("length", 0)
     reason, loaded = serve(one, "stored", name)
-    assert (reason, loaded > 0) == ("length", True)
+    assert reason == "length"
+    assert loaded > 0
     assert isinstance(one.worker, OffloadingConnector)
     assert not one.scheduler.connector._failed_keys

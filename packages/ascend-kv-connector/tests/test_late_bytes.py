@@ -9,11 +9,11 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from ascend_kv_connector.p2p import push_stop
-from ascend_kv_connector.p2p.connections import Notice
-from ascend_kv_connector.p2p.fetcher import Fetcher
+from ascend_kv_connector.p2p.consumer import push_stop
+from ascend_kv_connector.p2p.consumer.connections import Notice
+from ascend_kv_connector.p2p.consumer.fetcher import Fetcher
+from ascend_kv_connector.p2p.consumer.push_stop import PushStop
 from ascend_kv_connector.p2p.protocol import Release
-from ascend_kv_connector.p2p.push_stop import PushStop
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_platform.transfer.errors import TransferError
 from harness.kv.memory_transport import InMemoryNetwork
@@ -154,8 +154,8 @@ def test_peer_that_was_paused_is_told(instances: Callable) -> None:
     """ZMQ gives up a connection to a paused peer, which its client takes for a refusal."""
     producer, consumer = instances("p").produce(), instances("d").consume()
     source, _ = producer.fill("r", 8)
-    rank, told = consumer.consumers[0], Fetcher(consumer.consumers[0])
-    clients = told._connections.clients
+    rank, fetcher = consumer.consumers[0], Fetcher(consumer.consumers[0])
+    clients = fetcher._connections.clients
     stop = PushStop(source, Release("r", "d", 0, "t"), source.ranks, lambda stop: None)
     for _ in range(2):
         clients.get(source.ranks[0])._rejected = True
@@ -164,11 +164,11 @@ def test_peer_that_was_paused_is_told(instances: Callable) -> None:
     stop.ask(clients, 5.0)
     assert not stop.left
     clients.get(source.ranks[0])._rejected = True
-    told.run(Notice(source, rank.finish_message(source)))
+    fetcher.run(Notice(source, rank.finish_message(source)))
     assert len(producer.producers[0].leases) == 1
-    told.run(Notice(source, rank.finish_message(source)))
+    fetcher.run(Notice(source, rank.finish_message(source)))
     assert producer.all_free("r")
-    told.close()
+    fetcher.close()
 
 
 def test_late_push_is_stopped_at_once(instances: Callable) -> None:
@@ -193,7 +193,7 @@ def test_late_push_is_stopped_at_once(instances: Callable) -> None:
     assert is_unchanged(consumer)
 
 
-def test_preempted_prompt_is_written_again_after_a_stalled_write(instances: Callable) -> None:
+def test_preempted_prompt_is_rewritten_after_a_stalled_write(instances: Callable) -> None:
     """The prefill instance does not wait for the write, whose bytes do not count."""
     producer, consumer, prompt, blocks = pushing(instances)
     rank = producer.producers[0]
@@ -256,11 +256,11 @@ def test_failed_reads_keep_a_limited_part_of_the_cache(
     network.faults.late = 0.0
     with caplog.at_level(logging.ERROR):
         logging.getLogger("vllm").propagate, before = True, logging.getLogger("vllm").propagate
-        rank.start("c", producer.fill("c", 20)[0], taken := consumer.take(20), 0, 20)
+        rank.start("c", producer.fill("c", 20)[0], blocks := consumer.take(20), 0, 20)
         ((outcome,),) = consumer.wait()
         logging.getLogger("vllm").propagate = before
     assert (outcome.copied, outcome.size) == (outcome.size, outcome.size)
-    assert consumer.holds("c", taken, 0, 20)
+    assert consumer.holds("c", blocks, 0, 20)
     assert "10 KV cache blocks of 64 are kept from use" in caplog.text
     settled = set[str]()
     assert wait_for(

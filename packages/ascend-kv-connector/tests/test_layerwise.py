@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zmq
 from aiohttp import web
-from ascend_kv_connector.p2p import metaserver
-from ascend_kv_connector.p2p.leases import Leases, NotReadyError, PrefillProgress
-from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_request_id
-from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
+from ascend_kv_connector.p2p.producer.leases import Leases, NotReadyError, PrefillProgress
+from ascend_kv_connector.p2p.producer.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.p2p.protocol import Ack, PrefillCancelled, PrefillStarted, Refused
+from ascend_kv_connector.p2p.scheduler import metaserver
+from ascend_kv_connector.p2p.scheduler.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.errors import TransferError
 from harness.kv.memory_transport import InMemoryNetwork
@@ -292,12 +292,12 @@ def test_metaserver_client_limits_redirects_and_answers(
 ) -> None:
     """An answer may contain a client's text, and a redirect may name any address."""
     failed: dict[str, str] = {}
-    asked, open_now, most = list[str](), 0, 0
+    asked, open_now, max_open = list[str](), 0, 0
 
     async def answer(request: web.Request) -> web.Response:
-        nonlocal open_now, most
+        nonlocal open_now, max_open
         asked.append(request.path)
-        open_now, most = open_now + 1, max(most, open_now + 1)
+        open_now, max_open = open_now + 1, max(max_open, open_now + 1)
         await asyncio.sleep(0.1)
         open_now -= 1
         if request.path == "/redirect":
@@ -327,7 +327,7 @@ def test_metaserver_client_limits_redirects_and_answers(
     assert "replied 307" in failed["redirect"]
     assert "replied 500: a?ERROR forged line ?[31mxxx" in failed["a"]
     assert all(len(cause) < 400 and cause.isprintable() for cause in failed.values())
-    assert most == 2
+    assert max_open == 2
 
 
 def test_metaserver_client_reads_no_endless_answer() -> None:

@@ -6,16 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector.p2p.leases import (
+from ascend_kv_connector.p2p.bounded import MAX_REMEMBERED, EarlyMessages
+from ascend_kv_connector.p2p.producer.leases import (
     MAX_READERS,
-    MAX_REMEMBERED,
-    EarlyMessages,
     Leases,
     NotReadyError,
     PrefillProgress,
 )
+from ascend_kv_connector.p2p.producer.send_buffers import SendBuffers
 from ascend_kv_connector.p2p.protocol import Ack, Fetch, Owner, Refused
-from ascend_kv_connector.p2p.send_buffers import SendBuffers
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
 
@@ -158,8 +157,12 @@ def test_send_buffers_are_lent_for_limited_time(clock: Clock) -> None:
     first, second = torch.empty(1), torch.empty(1)
     buffers = SendBuffers([first, second], clock)
     mine, other, third = Owner("r", "d", 0, "n"), Owner("r", "d", 1, "n"), Owner("s", "d", 0, "n")
-    (one, buffer), (_, taken) = buffers.acquire(mine, 5), buffers.acquire(other, 9)
-    assert (buffer is first, taken is second, buffers.acquire(third, 5)) == (True, True, None)
+    (one, buffer), (_, second_buffer) = buffers.acquire(mine, 5), buffers.acquire(other, 9)
+    assert (buffer is first, second_buffer is second, buffers.acquire(third, 5)) == (
+        True,
+        True,
+        None,
+    )
     buffers.release(other, [one])  # another reader's
     assert buffers.in_use == 2
     clock.now += 5
@@ -274,8 +277,8 @@ def test_queries_are_answered_in_their_order(clock: Clock) -> None:
     assert replies.pop() == ("n0", Ack())
     clock.now += 2.5  # 6.5 s after the first: the second query has waited for 5.5 s.
     queue.serve(answer)
-    told = Refused("deadline", "all in use", again=True, queued=True)
-    assert replies.pop() == ("n1", told)
+    busy = Refused("deadline", "all in use", again=True, queued=True)
+    assert replies.pop() == ("n1", busy)
     assert replies == []
     queue.remove(lambda place: place == ("n2",))  # its transfer has ended
     ask(1)  # repeated, and still before the others

@@ -42,7 +42,7 @@ def test_prometheus_metrics() -> None:
         for line in generate_latest(registry).decode().splitlines()
         if line[0] != "#"
     )
-    found = {
+    actual = {
         name.removeprefix("vllm:ascend_kv_"): float(value)
         for name, value in lines.items()
         if "_created" not in name
@@ -59,7 +59,7 @@ def test_prometheus_metrics() -> None:
         'leases{engine="0"}': 3,  # the latest of each rank
         'oldest_lease_seconds{engine="0"}': 4.0,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: actual[name] for name in expected} == expected
 
 
 def test_line_of_vllms_log() -> None:

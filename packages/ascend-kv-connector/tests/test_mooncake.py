@@ -110,8 +110,8 @@ def test_runs_are_waited_for_asleep(
     shared = SharedEngine.__new__(SharedEngine)
     shared.engine, shared.timeout = moving, 0.2
     runs = Runs([0] * len(locals), locals, [1] * len(locals))
-    found, settled = shared.run(moving.submit, "peer", runs)
-    assert found == code
+    result, settled = shared.run(moving.submit, "peer", runs)
+    assert result == code
     assert moving.submitted == (2 if 13 in locals else len(locals))
     assert moving.looks < 500  # Without a pause there would be about 100,000 in this time.
     sleep(0.06)
@@ -126,7 +126,7 @@ def test_runs_are_waited_for_asleep(
 
 
 @pytest.mark.parametrize(
-    ("found", "variable", "can"),
+    ("acknowledged", "variable", "can"),
     [
         ("0.3.11.post1", "", False),
         ("0.3.12.post1", "", True),
@@ -136,14 +136,14 @@ def test_runs_are_waited_for_asleep(
     ],
 )
 def test_pushes_need_writes_that_are_acknowledged(
-    found: str | None, variable: str, can: bool, monkeypatch: pytest.MonkeyPatch
+    acknowledged: str | None, variable: str, can: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without, a push counts as done while its bytes are in transit."""
 
     def version(wheel: str) -> str:
-        if found is None or wheel != "mooncake-transfer-engine":
+        if acknowledged is None or wheel != "mooncake-transfer-engine":
             raise metadata.PackageNotFoundError(wheel)
-        return found
+        return acknowledged
 
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setenv("MC_TCP_PROTO", variable)

@@ -56,9 +56,9 @@ def worker(request: pytest.FixtureRequest) -> Iterator[HostWorker]:
     else:
         rows = torch.zeros(10, 2, PER_CHUNK, SIZE, dtype=torch.int8, pin_memory=True)
         host = [rows[:, part] for part in range(2)]
-    made = HostWorker(caches, host)
-    yield made
-    made.shutdown()
+    copier = HostWorker(caches, host)
+    yield copier
+    copier.shutdown()
 
 
 def finish(worker: HostWorker, count: int, seconds: float = 30.0) -> list[int]:

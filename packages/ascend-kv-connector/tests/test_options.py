@@ -26,7 +26,7 @@ def test_defaults_and_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"leese": 3}, r"no key 'leese'; fix: use 'lease'"),
         ({"xyz": 3}, r"no key 'xyz'; fix: use one of answer_timeout, chunk_mib, expose_cache,"),
@@ -46,8 +46,8 @@ def test_defaults_and_values() -> None:
         ({"mode": "push", "metaserver": "r:80"}, "metaserver is 'r:80'; fix: give a URL"),
     ],
 )
-def test_invalid_options_are_refused(given: dict, said: str) -> None:
-    with pytest.raises(extension.RefusedError, match=said):
+def test_invalid_options_are_refused(given: dict, message: str) -> None:
+    with pytest.raises(extension.RefusedError, match=message):
         Options.from_config(given)
 
 
@@ -94,6 +94,6 @@ def test_entry_point_registers_all_connectors(monkeypatch: pytest.MonkeyPatch) -
     assert extension.state("ascend-kv-connector") == f"active ({', '.join(CONNECTORS)})"
     for name in CONNECTORS:
         config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
-        found = KVConnectorFactory.get_connector_class(config)
-        assert f"{found.__module__}.{found.__name__}" == CONNECTORS[name]
+        result = KVConnectorFactory.get_connector_class(config)
+        assert f"{result.__module__}.{result.__name__}" == CONNECTORS[name]
         assert KVConnectorFactory.supports_hma_config(config)

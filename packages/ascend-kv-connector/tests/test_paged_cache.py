@@ -37,8 +37,8 @@ def test_pack_and_unpack_round_trip(
     for index, (held, got) in enumerate(zip(one.caches, other.caches, strict=True)):
         sent = held.flatten(0, 1).cpu()[slots][:, mine] if index in regions else -1
         assert bool((got.flatten(0, 1).cpu()[there][:, mine] == sent).all())
-        others = [row for row in range(64) if row not in there.tolist()]
-        assert bool((got.flatten(0, 1).cpu()[others] == -1).all())
+        untouched = [row for row in range(64) if row not in there.tolist()]
+        assert bool((got.flatten(0, 1).cpu()[untouched] == -1).all())
 
 
 @pytest.mark.parametrize("first", ["state", "key"])

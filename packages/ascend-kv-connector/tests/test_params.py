@@ -26,30 +26,30 @@ SOURCE = {
 def test_keys_are_known_to_one_module() -> None:
     top = Path(inspect.getfile(ascend_kv_connector)).parent
     # The conformance suite is for any connector.
-    others = [
+    other_modules = [
         path
         for path in top.rglob("*.py")
         if path != Path(inspect.getfile(params)) and path.parent.name != "testing"
     ]
     # These two are also keys of an option and of a message.
     keys = set(KEYS) - {"metaserver", "request_id"}
-    found = [
+    uses = [
         f"{path.relative_to(top)}:{node.lineno}: {node.value}"
-        for path in others
+        for path in other_modules
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in keys
     ]
-    assert len(others) > 30
-    assert found == []
+    assert len(other_modules) > 30
+    assert uses == []
 
 
 @pytest.mark.parametrize("lease", [2**63, -5, float("nan"), float("inf"), 1e300, True])
 def test_lease_of_a_client_is_a_number_to_calculate_with(lease: float) -> None:
     near = request(params=dict(ANSWER, remote_lease=lease))
-    made = scheduler()
-    made.on_new_request(near)
-    assert made.get_num_new_matched_tokens(near, 0) == (21, True)
-    assert made.build_connector_meta(NOTHING).renewed == []
+    consumer = scheduler()
+    consumer.on_new_request(near)
+    assert consumer.get_num_new_matched_tokens(near, 0) == (21, True)
+    assert consumer.build_connector_meta(NOTHING).renewed == []
 
 
 def test_parameters_are_the_same_after_a_round_trip() -> None:

@@ -46,7 +46,7 @@ def test_other_files_in_the_place_of_a_chunk_are_not_waited_for(tmp_path: Path) 
     pool, size = DiskPool(str(tmp_path)), 8192
     record = pool.buffer(size)
     record[:] = b"\x11" * size
-    found = {}
+    result = {}
     for what in ("fifo", "zero", "directory"):
         path = pool._path(name := f"space/000{what}")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,16 +58,16 @@ def test_other_files_in_the_place_of_a_chunk_are_not_waited_for(tmp_path: Path) 
             path.mkdir()
 
         def load(name: str = name, what: str = what) -> None:
-            found[what] = pool.get([name], [record])
+            result[what] = pool.get([name], [record])
             pool.remove([name])
-            found[what] += pool.put([name], [record])
+            result[what] += pool.put([name], [record])
 
         thread = threading.Thread(target=load, daemon=True)
         thread.start()
         thread.join(10)
     stored = {"fifo": ["cut", "stored"], "zero": ["cut", "stored"]}
-    assert found.pop("directory")[1] == "failed"
-    assert found == stored
+    assert result.pop("directory")[1] == "failed"
+    assert result == stored
 
 
 def test_disk_keeps_to_its_quota_and_evicts_least_recently_used(tmp_path: Path) -> None:

@@ -7,16 +7,9 @@ import inspect
 import pytest
 import torch
 from ascend_kv_connector.connector import AscendP2PConnector
-from ascend_kv_connector.p2p.prompt_digest import prompt_digest
 from ascend_kv_connector.p2p.scheduler.metadata import LayerwisePrefill, Load
-from harness.kv.scheduling import (
-    NOTHING,
-    blocks,
-    of_windows,
-    request,
-    scheduler,
-    step,
-)
+from ascend_kv_connector.p2p.scheduler.producer import prompt_digest
+from harness.kv.scheduling import NOTHING, blocks, of_windows, request, scheduler, step
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -28,43 +21,50 @@ from vllm.v1.request import RequestStatus
     ("tokens", "kept"), [(4, True), (9, False), (10, True), (21, False), (22, True)]
 )
 def test_prompt_with_freed_window_blocks_is_not_offered(tokens: int, kept: bool) -> None:
-    made, far = of_windows(), request(tokens, params={"do_remote_decode": True}, name="far")
-    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, tokens
+    producer, remote = of_windows(), request(tokens, params={"do_remote_decode": True}, name="far")
+    remote.status, remote.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, tokens
     count, gone = -(-tokens // 4), max(0, tokens + 1 - 6) // 4  # as vLLM's SlidingWindowManager
     tables = [*range(10, 10 + count), *[0] * gone, *range(50 + gone, 50 + count)]
-    offered, params = made.request_finished(far, tables)
+    offered, params = producer.request_finished(remote, tables)
     assert (offered, params is not None) == (kept, kept)
-    assert made.build_connector_meta(NOTHING).leases == ({"far": (tables, tokens)} if kept else {})
+    assert producer.build_connector_meta(NOTHING).leases == (
+        {"far": (tables, tokens)} if kept else {}
+    )
 
 
 def test_layerwise_is_refused_with_sliding_windows() -> None:
-    made, near = of_windows(), request(params={"do_remote_prefill": True, "metaserver": "http://r"})
-    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    producer, near = (
+        of_windows(),
+        request(params={"do_remote_prefill": True, "metaserver": "http://r"}),
+    )
+    assert producer.get_num_new_matched_tokens(near, 0) == (0, False)
     reader = {"do_remote_decode": True, "remote_reader": "d-1", "remote_ranks": [["h", 9]]}
     reader["remote_prompt_digest"] = prompt_digest(request(22), 22)
-    far = request(22, params=reader, name="far")
-    made.update_state_after_alloc(far, blocks(*range(1, 7)), 0)
-    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 22
-    made.request_finished(far, [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8])
-    ((prefill, cause),) = made.build_connector_meta(NOTHING).cancelled
+    remote = request(22, params=reader, name="far")
+    producer.update_state_after_alloc(remote, blocks(*range(1, 7)), 0)
+    remote.status, remote.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 22
+    producer.request_finished(remote, [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8])
+    ((prefill, cause),) = producer.build_connector_meta(NOTHING).cancelled
     assert prefill.reader == "d-1"
     assert "layer-by-layer transfers do not support" in cause
 
 
 def test_router_frees_what_it_has_aborted() -> None:
-    made = scheduler()
-    made.on_new_request(request(params={"do_remote_decode": True, "aborted_request": ["far", 3]}))
-    assert made.build_connector_meta(NOTHING).unwanted == ["far"]
+    producer = scheduler()
+    producer.on_new_request(
+        request(params={"do_remote_decode": True, "aborted_request": ["far", 3]})
+    )
+    assert producer.build_connector_meta(NOTHING).unwanted == ["far"]
 
 
 def test_finished_prompt_is_kept_and_its_params_returned() -> None:
-    made, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
-    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
-    kept, params = made.request_finished(far, [7, 8, 9, 10, 11, 12])
+    producer, remote = scheduler(), request(params={"do_remote_decode": True}, name="far")
+    remote.status, remote.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    kept, params = producer.request_finished(remote, [7, 8, 9, 10, 11, 12])
     assert kept
     assert params["remote_ranks"] == [["h", 1], ["h", 2], ["h", 3]]
     assert (params["remote_block_ids"], params["tp_size"]) == ([[7, 8, 9, 10, 11, 12]], 1)  # NIXL's
-    assert made.build_connector_meta(NOTHING).leases == {"far": ([7, 8, 9, 10, 11, 12], 21)}
+    assert producer.build_connector_meta(NOTHING).leases == {"far": ([7, 8, 9, 10, 11, 12], 21)}
     consumer = scheduler()
     assert consumer.get_num_new_matched_tokens(request(params=params), 0) == (21, True)
 
@@ -80,10 +80,10 @@ def test_finished_prompt_is_kept_and_its_params_returned() -> None:
 def test_other_prompts_are_not_kept(
     status: RequestStatus, params: dict | None, produces: bool
 ) -> None:
-    made, far = scheduler(produces), request(params=params)
-    far.status, far.num_computed_tokens = status, 21
-    assert made.request_finished(far, [7]) == (False, None)
-    assert made.build_connector_meta(NOTHING).leases == {}
+    producer, remote = scheduler(produces), request(params=params)
+    remote.status, remote.num_computed_tokens = status, 21
+    assert producer.request_finished(remote, [7]) == (False, None)
+    assert producer.build_connector_meta(NOTHING).leases == {}
 
 
 def test_layerwise_prefill_for_a_waiting_consumer() -> None:
@@ -103,9 +103,9 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
     assert (name, url) == (near.request_id, "http://router/v1/metaserver")
     assert (wanted["request_id"], wanted["do_remote_decode"]) == ("cmpl-7-0", True)
 
-    prefill, far = scheduler(), request(params=wanted, name="far")
-    assert prefill.get_num_new_matched_tokens(far, 0) == (0, False)
-    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    prefill, remote = scheduler(), request(params=wanted, name="far")
+    assert prefill.get_num_new_matched_tokens(remote, 0) == (0, False)
+    prefill.update_state_after_alloc(remote, blocks(7, 8), 0)
     new = NewRequestData("far", None, [], None, None, ([7, 8],), 4, None)
     places = (("h", 21), ("h", 22), ("h", 23))
     built = prefill.build_connector_meta(step([new], {"far": 4}))
@@ -116,25 +116,25 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
         "far"
     ]
     assert (second.blocks, second.tokens, second.announced) == ([7, 8, 9, 10], 16, True)
-    taken = prefill.build_connector_meta(step([], {}, preempted=("far",)))
-    assert (taken.revoked, taken.layerwise) == ({"far": ""}, {})
+    metadata = prefill.build_connector_meta(step([], {}, preempted=("far",)))
+    assert (metadata.revoked, metadata.layerwise) == ({"far": ""}, {})
     again = prefill.build_connector_meta(
         step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))
     ).layerwise["far"]
     assert (again.blocks, again.tokens) == ([3, 4, 5, 6, 7, 8], 21)
     assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).layerwise == {}
-    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
-    assert prefill.request_finished(far, [3, 4, 5, 6, 7, 8])[0]
+    remote.status, remote.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    assert prefill.request_finished(remote, [3, 4, 5, 6, 7, 8])[0]
     assert prefill.build_connector_meta(NOTHING).leases == {"far": ([3, 4, 5, 6, 7, 8], 21)}
 
 
 def test_aborted_prefill_is_revoked_and_cancelled() -> None:
     params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
     params["remote_prompt_digest"] = prompt_digest(request(), 21)
-    prefill, far = scheduler(), request(params=params, name="far")
-    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
-    far.status = RequestStatus.FINISHED_ABORTED
-    assert prefill.request_finished(far, [7, 8]) == (False, None)
+    prefill, remote = scheduler(), request(params=params, name="far")
+    prefill.update_state_after_alloc(remote, blocks(7, 8), 0)
+    remote.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.request_finished(remote, [7, 8]) == (False, None)
     meta = prefill.build_connector_meta(NOTHING)
     assert "FINISHED_ABORTED" in meta.revoked["far"]
     ((waited, how),) = meta.cancelled
@@ -150,7 +150,7 @@ def test_digest_covers_what_determines_the_kv_cache() -> None:
         return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 4))
 
     embeds = torch.arange(84.0).view(21, 4)
-    others = {
+    variants = {
         "token": request(first=7),
         "adapter": request(lora_request=LoRARequest("a", 1, "/a")),
         "image": request(mm_features=[image(3, "a")]),
@@ -159,7 +159,7 @@ def test_digest_covers_what_determines_the_kv_cache() -> None:
         "embeddings": request(prompt_embeds=embeds),
         "other embeddings": request(prompt_embeds=embeds + 1),
     }
-    digests = {name: prompt_digest(each, 21) for name, each in others.items()} | {
+    digests = {name: prompt_digest(each, 21) for name, each in variants.items()} | {
         "": prompt_digest(request(), 21)
     }
     assert len(set(digests.values())) == len(digests), digests
@@ -170,8 +170,8 @@ def test_digest_covers_what_determines_the_kv_cache() -> None:
 
 def test_lease_has_the_step_that_computed_its_last_tokens() -> None:
     """Not a later one, which async scheduling may have started with the request in it."""
-    prefill, far = scheduler(), request(params={"do_remote_decode": True}, name="far")
-    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    prefill, remote = scheduler(), request(params={"do_remote_decode": True}, name="far")
+    prefill.update_state_after_alloc(remote, blocks(7, 8), 0)
     new = NewRequestData("far", None, [], None, None, ([7, 8],), 0, None)
     ran = [
         step([new], {"far": 8}),
@@ -180,16 +180,16 @@ def test_lease_has_the_step_that_computed_its_last_tokens() -> None:
         step([], {"far": 1}, far=([], 21, False)),
     ]
     assert [prefill.build_connector_meta(each).step for each in ran] == [1, 0, 3, 0]
-    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
-    prefill.request_finished(far, [7, 8, 9])
+    remote.status, remote.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    prefill.request_finished(remote, [7, 8, 9])
     assert prefill.build_connector_meta(NOTHING).written == {"far": 3}
 
 
 def test_prefill_for_another_prompt_is_not_sent() -> None:
     params = {"do_remote_decode": True, "remote_reader": "near", "remote_ranks": [["h", 1]]}
     params["remote_prompt_digest"] = prompt_digest(request(), 21)
-    prefill, far = scheduler(), request(params=params, name="far", first=7)
-    prefill.update_state_after_alloc(far, blocks(7, 8), 0)
+    prefill, remote = scheduler(), request(params=params, name="far", first=7)
+    prefill.update_state_after_alloc(remote, blocks(7, 8), 0)
     new = NewRequestData("far", None, [], None, None, ([7, 8],), 0, None)
     meta = prefill.build_connector_meta(step([new], {"far": 21}))
     assert (meta.layerwise, meta.cancelled) == ({}, [])
@@ -197,12 +197,12 @@ def test_prefill_for_another_prompt_is_not_sent() -> None:
 
 def test_connector_implements_vllms_signatures() -> None:
     assert not AscendP2PConnector.__abstractmethods__
-    own = {
+    methods = {
         name: method
         for name, method in vars(AscendP2PConnector).items()
         if inspect.isfunction(method)
     }
-    for name, method in own.items():
+    for name, method in methods.items():
         asked = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
         assert list(inspect.signature(method).parameters) == list(
             inspect.signature(asked).parameters

@@ -116,7 +116,7 @@ async def refuse(request: web.Request) -> web.Response:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "stop", "status", "said"),
+    ("prefill", "stop", "status", "message"),
     [
         (first, "prefill", 502, "the prefill instance at http://127.0.0.1"),
         (first, "decode", 502, "the decode instance at http://127.0.0.1"),
@@ -124,10 +124,10 @@ async def refuse(request: web.Request) -> web.Response:
         (refuse, "", 400, "too long"),
     ],
 )
-def test_failures_are_reported(prefill: Callable, stop: str, status: int, said: str) -> None:
+def test_failures_are_reported(prefill: Callable, stop: str, status: int, message: str) -> None:
     got, text, _ = ask({"prompt": "6*7="}, prefill, second, stop)
     assert got == status
-    assert said in text
+    assert message in text
 
 
 @pytest.mark.parametrize("path", [*PATHS, METASERVER])
@@ -143,9 +143,9 @@ def test_malformed_request_is_refused(path: str, body: bytes) -> None:
             async with client.post(path, data=body, headers=headers) as answer:
                 return answer.status, await answer.json()
 
-    status, found = asyncio.run(run())
+    status, result = asyncio.run(run())
     assert status == 400
-    assert found["error"]["message"] == (
+    assert result["error"]["message"] == (
         "the body is not a JSON object; fix: send one, as vLLM's API has it"
     )
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_kv_connector.p2p import pusher
-from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.producer import pusher
+from ascend_kv_connector.p2p.producer.producer import Producer
+from ascend_kv_connector.p2p.producer.pusher import Job, PushJobs
 from ascend_kv_connector.p2p.protocol import Owner, Push, Pushed, Refused
-from ascend_kv_connector.p2p.pusher import Job, PushJobs
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.query_queue import BusyError

@@ -166,11 +166,11 @@ NONSENSE: dict[str, Any] = {
 def test_invalid_answers_of_a_peer_are_a_mismatch(instances: Callable, case: str) -> None:
     """They are no defects of this wheel that a user should report."""
     producer, consumer = instances("p").produce(), instances("d").consume()
-    made = producer.producers[0]
+    rank = producer.producers[0]
     if case in INVALID:
-        made._cache_info = msgspec.structs.replace(made._cache_info, **{case: INVALID[case]})
+        rank._cache_info = msgspec.structs.replace(rank._cache_info, **{case: INVALID[case]})
     answers = NONSENSE.get(case, {})
-    made.server._handler = lambda query: answers.get(type(query)) or made.answer(query)
+    rank.server._handler = lambda query: answers.get(type(query)) or rank.answer(query)
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
     ((outcome,),) = consumer.wait()

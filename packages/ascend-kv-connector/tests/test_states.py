@@ -11,10 +11,10 @@ import pytest
 import torch
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.connector import AscendP2PConnector
-from ascend_kv_connector.p2p.consumer import Consumer
+from ascend_kv_connector.p2p.consumer.consumer import Consumer
 from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache
-from ascend_kv_connector.p2p.producer import Producer
-from ascend_kv_connector.p2p.rank_context import RankContext
+from ascend_kv_connector.p2p.producer.producer import Producer
+from ascend_kv_connector.p2p.rank import RankContext
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.metadata import Endpoint
 from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
@@ -211,9 +211,9 @@ def test_a_state_is_in_the_column_of_the_last_token() -> None:
 
 def of_states() -> P2PScheduler:
     trusted = TrustedAddresses(metaservers=["http://r"], insecure=True)
-    made = P2PScheduler("d", CacheGroups(4, (0, LAST_STATE)), True, True, Options(), trusted)
-    made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
-    return made
+    instance = P2PScheduler("d", CacheGroups(4, (0, LAST_STATE)), True, True, Options(), trusted)
+    instance.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
+    return instance
 
 
 def request(tokens: int, params: dict[str, Any], **sampling: Any) -> Request:
@@ -233,24 +233,26 @@ def request(tokens: int, params: dict[str, Any], **sampling: Any) -> Request:
 def test_a_prefill_instance_leaves_the_last_token_out(
     tokens: int, sampling: dict[str, int], kept: bool
 ) -> None:
-    made, far = of_states(), request(tokens, {"do_remote_decode": True}, **sampling)
-    made.on_new_request(far)
+    producer, remote = of_states(), request(tokens, {"do_remote_decode": True}, **sampling)
+    producer.on_new_request(remote)
     computed = tokens - kept
-    assert (far.num_prompt_tokens, far.num_tokens, len(far.prompt_token_ids)) == (computed,) * 3
-    assert far.max_tokens == (1 if kept else 8)
-    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
-    tables = made.joined_tables(far, ([5, 6, 7], [3]))
-    offered, params = made.request_finished(far, tables)
+    assert (remote.num_prompt_tokens, remote.num_tokens, len(remote.prompt_token_ids)) == (
+        computed,
+    ) * 3
+    assert remote.max_tokens == (1 if kept else 8)
+    remote.status, remote.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
+    tables = producer.joined_tables(remote, ([5, 6, 7], [3]))
+    offered, params = producer.request_finished(remote, tables)
     assert offered == kept
     if kept:
         assert params["remote_num_tokens"] == 11
-        assert made.build_connector_meta(NOTHING).leases == {"r": ([5, 6, 7, 0, 0, 3], 11)}
+        assert producer.build_connector_meta(NOTHING).leases == {"r": ([5, 6, 7, 0, 0, 3], 11)}
         near = request(12, params)  # The decode instance's result, with the whole prompt.
-        assert made.get_num_new_matched_tokens(near, 4) == (7, True)
-        made.update_state_after_alloc(
+        assert producer.get_num_new_matched_tokens(near, 4) == (7, True)
+        producer.update_state_after_alloc(
             near, SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53], [60])), 7
         )
-        load = made.build_connector_meta(NOTHING).loads["r"]
+        load = producer.build_connector_meta(NOTHING).loads["r"]
         assert (load.blocks, load.start, load.stop) == ([51, 52, 0, 60], 4, 11)
 
 

@@ -20,7 +20,7 @@ import torch
 from ascend_kv_connector.store import tier as tier_module
 from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, write_footer
 from ascend_kv_connector.testing import BLOCK, Engine, one_rank, prompts  # noqa: F401
-from ascend_platform.config import mla_prolog
+from ascend_platform.attention import mla_prolog
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
 from safetensors.torch import save_file
@@ -32,7 +32,7 @@ CHUNK = 12288
 
 @pytest.fixture
 def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  # noqa: F811
-    made: list[Engine] = []
+    engines: list[Engine] = []
     (tmp_path / "model").mkdir()
     suite = Suite(tmp_path / "model")
 
@@ -47,11 +47,11 @@ def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  
                 "kv_role": more.pop("kv_role", "kv_both"),
                 "kv_connector_extra_config": extra | more.pop("extra", {}),
             }
-        made.append(suite.make(transfer, **more))
-        return made[-1]
+        engines.append(suite.make(transfer, **more))
+        return engines[-1]
 
     yield make
-    for each in made:
+    for each in engines:
         each.close()
 
 
@@ -157,25 +157,27 @@ def test_stored_and_corrupt_chunks_are_events_for_routers(
 ) -> None:
     (name, prompt), *_ = LONG.items()
 
-    taken: dict[int, list[Any]] = {}
+    events_by_rank: dict[int, list[Any]] = {}
 
     def watched(**options: Any) -> Engine:
         """An engine that keeps what vLLM's scheduler takes after a step."""
-        made = engine(**options)
-        tier = made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
-        take, kept = tier.take_events, taken.setdefault(id(made), [])
+        watched_engine = engine(**options)
+        tier = watched_engine.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+        take, kept = tier.take_events, events_by_rank.setdefault(id(watched_engine), [])
 
         def take_events() -> list[Any]:
-            found = list(take())
-            kept.extend(found)
-            return found
+            events_taken = list(take())
+            kept.extend(events_taken)
+            return events_taken
 
         tier.take_events = take_events
-        return made
+        return watched_engine
 
-    def events(made: Engine) -> list[Any]:
-        made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0].take_events()
-        return taken[id(made)]
+    def events(watched_engine: Engine) -> list[Any]:
+        watched_engine.scheduler.connector.connector_scheduler.manager.secondary_tiers[
+            0
+        ].take_events()
+        return events_by_rank[id(watched_engine)]
 
     announced = {
         "extra": {"enable_kv_events": True},
@@ -266,9 +268,9 @@ def test_full_disk_is_tolerated(
         return write(file, data)
 
     monkeypatch.setattr("ascend_kv_connector.store.disk.os.write", full)
-    made = engine()
-    serve(made, LONG, "first")
-    counts = outcomes(made)
+    first = engine()
+    serve(first, LONG, "first")
+    counts = outcomes(first)
     assert counts["store", "full", ""] > 0
     assert ("store", "stored", "") not in counts
     assert not any(serve(engine(), LONG, "again").values())
@@ -293,45 +295,46 @@ def record_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolTier, "_count", watch)
 
 
-def test_full_disk_is_left_alone_for_a_while(
+def test_full_disk_is_not_written_for_a_while(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, puts = engine(), list[int]()
-    (tier,) = made.scheduler.connector.connector_scheduler.manager.secondary_tiers
+    first, puts = engine(), list[int]()
+    (tier,) = first.scheduler.connector.connector_scheduler.manager.secondary_tiers
     monkeypatch.setattr(
         tier._pool, "put", lambda names, records: puts.append(len(names)) or ["full"] * len(names)
     )
     for name, prompt in LONG.items():
-        serve(made, {name: prompt}, "full")
+        serve(first, {name: prompt}, "full")
     assert len(puts) == 1
     tier._full_until = 0.0
-    serve(made, {"later": [7] * 64}, "full")
+    serve(first, {"later": [7] * 64}, "full")
     assert len(puts) == 2
 
 
 def test_no_old_chunks_are_loaded_after_a_reset(engine: Callable[..., Engine]) -> None:
-    made = engine()
-    serve(made, LONG, "first")
-    assert made.scheduler.reset_prefix_cache(reset_connector=True)
-    assert not any(serve(made, dict(list(LONG.items())[:1]), "reset").values())
+    first = engine()
+    serve(first, LONG, "first")
+    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not any(serve(first, dict(list(LONG.items())[:1]), "reset").values())
 
 
 def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
     from ascend_kv_connector.store.tier import CHUNKS_METRIC
 
-    made, counted = engine(), {}
+    pool_engine, counted = engine(), {}
     for name, prompt in LONG.items():
-        made.add(name, prompt, 3)
+        pool_engine.add(name, prompt, 3)
     while (
-        made.scheduler.has_unfinished_requests() or made.scheduler.connector.has_pending_push_work()
+        pool_engine.scheduler.has_unfinished_requests()
+        or pool_engine.scheduler.connector.has_pending_push_work()
     ):
-        made.step()
-        if stats := made.scheduler.connector.get_kv_connector_stats():
+        pool_engine.step()
+        if stats := pool_engine.scheduler.connector.get_kv_connector_stats():
             for labels, count in stats.data["data"].get(CHUNKS_METRIC, {}).items():
                 counted[labels] = counted.get(labels, 0) + count
     known = {("store", "stored"), ("store", "present"), ("lookup", "missing")}
     assert set(counted) <= {("ascend_disk", *each, "") for each in known}
-    tier = made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+    tier = pool_engine.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
     assert CHUNKS_METRIC in type(tier).build_metric_definitions({})
     tier._count_outcome("store", "failed -800")  # with an error code of Mooncake's
     assert tier.get_stats().data["data"][CHUNKS_METRIC] == {
@@ -358,9 +361,9 @@ def test_rows_of_a_late_job_are_not_accessed(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, load: bool
 ) -> None:
     store_faults.POOL.__init__()  # type: ignore[misc]
-    made = engine(store_faults.TRANSFER_CONFIG)
-    serve(made, LONG, "first")
-    manager = made.scheduler.connector.connector_scheduler.manager
+    first = engine(store_faults.TRANSFER_CONFIG)
+    serve(first, LONG, "first")
+    manager = first.scheduler.connector.connector_scheduler.manager
     (tier,) = manager.secondary_tiers
     held, let_go, came_back = store_faults.POOL.held, threading.Event(), threading.Event()
     key, before = bytes.fromhex(next(iter(held)).rpartition("/")[2]), dict(held)
@@ -396,7 +399,7 @@ def test_lookups_that_wait_do_not_delay_the_end(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_faults.POOL.__init__()  # type: ignore[misc]
-    made, asked = engine(store_faults.TRANSFER_CONFIG), list[int]()
+    first, asked = engine(store_faults.TRANSFER_CONFIG), list[int]()
 
     def slow(names: list[str]) -> list[bool]:
         asked.append(len(names))
@@ -404,7 +407,7 @@ def test_lookups_that_wait_do_not_delay_the_end(
         return [False] * len(names)
 
     monkeypatch.setattr(store_faults.POOL, "exists", slow)
-    (tier,) = made.scheduler.connector.connector_scheduler.manager.secondary_tiers
+    (tier,) = first.scheduler.connector.connector_scheduler.manager.secondary_tiers
     for number in range(40):  # in as many steps
         tier.lookup(bytes([number]) * 36, SimpleNamespace(req_id=f"r{number}"))
         tier.on_schedule_end(None)

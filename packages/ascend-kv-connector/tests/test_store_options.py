@@ -14,7 +14,7 @@ from ascend_platform.extension import RefusedError
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"bakend": "disk"}, "no key 'bakend'; fix: use 'backend'"),
         ({"backend": "memcache"}, "backend is 'memcache'; supported: mooncake, disk"),
@@ -27,8 +27,8 @@ from ascend_platform.extension import RefusedError
         ({"rest": -1}, "rest is -1; supported: a number above 0"),
     ],
 )
-def test_invalid_store_options_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(RefusedError, match=said.replace("?", r"\?")):
+def test_invalid_store_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError, match=message.replace("?", r"\?")):
         StoreOptions.from_config(given)
 
 

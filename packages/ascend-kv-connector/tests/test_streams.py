@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from ascend_kv_connector.p2p.streams import private_stream
+from ascend_kv_connector.p2p.rank import private_stream
 
 
 @pytest.mark.parametrize("fails", [False, True])

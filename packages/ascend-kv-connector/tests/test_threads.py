@@ -8,21 +8,19 @@ from time import sleep
 from typing import Any
 
 import pytest
-import torch
 from ascend_kv_connector.p2p import worker
-from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.peers import MAX_STUCK_THREADS, PeerQueues
+from ascend_kv_connector.p2p.producer.leases import PrefillProgress
 from ascend_kv_connector.p2p.transfers import Done, Transfer
 from ascend_kv_connector.p2p.worker import P2PWorker
 from ascend_platform import extension
 from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.hccl import HcclEngine, Memory
-from ascend_platform.transfer.peers import MAX_STUCK_THREADS, PeerQueues
 from harness.kv.prompts import Prompt, wait_for
 
 
 def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
     progress, entered, go = PrefillProgress(), threading.Event(), threading.Event()
-    found: list[int] = []
+    counts: list[int] = []
 
     def first_chunk() -> bool:
         if not entered.is_set():
@@ -33,7 +31,7 @@ def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
     progress.record("l", 100, first_chunk)
     progress.record("l", 200, lambda: False)
     threads = [
-        threading.Thread(target=lambda: found.append(progress.ready_tokens(["l"])))
+        threading.Thread(target=lambda: counts.append(progress.ready_tokens(["l"])))
         for _ in range(2)
     ]
     threads[0].start()
@@ -43,7 +41,7 @@ def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
     go.set()
     for thread in threads:
         thread.join(10)
-    assert found == [100, 100]
+    assert counts == [100, 100]
 
 
 class Interrupted:
@@ -148,40 +146,29 @@ def test_stuck_threads_of_a_peer_do_not_count_against_others() -> None:
     assert queues.close(10.0)
 
 
-def test_memory_is_looked_up_while_more_is_registered() -> None:
-    engine = HcclEngine.__new__(HcclEngine)
-    engine._lock, engine._memory = threading.Lock(), Memory([], [])
-    buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(400)]
-    threads = [
-        threading.Thread(target=lambda part=part: [engine.register(each) for each in part])
-        for part in (buffers[::2], buffers[1::2])
-    ]
-    for thread in threads:
-        thread.start()
-    found = 0
-    while any(thread.is_alive() for thread in threads) or not found:
-        slices = engine.registered_slices([buffers[0].data_ptr() + 3], [8])
-        found += slices is not None
-        assert slices is None or slices[0].data_ptr() == buffers[0].data_ptr() + 3
-    assert all(engine.registered_slices([each.data_ptr()], [64]) for each in buffers)
-
-
 def test_cache_that_is_being_read_is_not_put_to_sleep(
     instances: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "SUSPEND_SECONDS", 0.1)
     producer = instances("p").produce()
     producer.fill("r", 8)
-    own = P2PWorker.__new__(P2PWorker)
-    own._consumer, own._producer, own._progress = None, producer.producers[0], {}
-    with own._producer.leases.use("r", "d"):
+    p2p_worker = P2PWorker.__new__(P2PWorker)
+    p2p_worker._consumer, p2p_worker._producer, p2p_worker._progress = (
+        None,
+        producer.producers[0],
+        {},
+    )
+    with p2p_worker._producer.leases.use("r", "d"):
         with pytest.raises(
             extension.RefusedError,
             match=r"is still being read after 0.1 s and cannot be put to sleep; fix: call /sleep again",
         ):
-            own.set_awake(False)
-        with own._producer.leases.use("r", "e"):
+            p2p_worker.set_awake(False)
+        with p2p_worker._producer.leases.use("r", "e"):
             pass
-    own.set_awake(False)
-    with pytest.raises(TransferError, match="went to sleep"), own._producer.leases.use("r", "d"):
+    p2p_worker.set_awake(False)
+    with (
+        pytest.raises(TransferError, match="went to sleep"),
+        p2p_worker._producer.leases.use("r", "d"),
+    ):
         sleep(0)

@@ -155,10 +155,10 @@ def test_sleep_ends_leases_and_transfers(instances: Callable, network: InMemoryN
             worker.set_awake(True)
             network.faults.delay = 0.0
             source, _ = producer.fill("t", 17)
-            taken = consumer.take(17)
-            consumer.consumers[0].start("t", source, taken, 0, 17)
+            block_ids = consumer.take(17)
+            consumer.consumers[0].start("t", source, block_ids, 0, 17)
             assert isinstance(consumer.wait()[0][0], Done)
-            assert consumer.holds("t", taken, 0, 17)
+            assert consumer.holds("t", block_ids, 0, 17)
 
 
 def test_buffers_are_not_in_the_pool_of_the_kv_cache() -> None:

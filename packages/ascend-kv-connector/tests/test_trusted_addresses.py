@@ -47,9 +47,9 @@ def params(*hosts: str, **more: Any) -> TransferParams:
     ],
 )
 def test_ranks_without_a_secret(options: dict[str, Any], hosts: list[str], allowed: bool) -> None:
-    said = TrustedAddresses(**options).refusal(params(*hosts))
-    assert ("" if allowed else "which is not in option peers") in said
-    assert (said == "") == allowed
+    message = TrustedAddresses(**options).refusal(params(*hosts))
+    assert ("" if allowed else "which is not in option peers") in message
+    assert (message == "") == allowed
 
 
 def test_ranks_are_signed_with_the_secret() -> None:

@@ -32,7 +32,7 @@ HOST = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 @pytest.fixture
 def make(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Replaceable]]:  # noqa: F811
     """Factory of engines with replaceable weights; by default they share a pool on disk."""
-    made: list[Engine] = []
+    engines: list[Engine] = []
     (tmp_path / "model").mkdir()
     suite = Suite(tmp_path / "model")
 
@@ -42,11 +42,11 @@ def make(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Replaceable]]
             extra |= {"backend": "disk", "disk_path": str(tmp_path / "pool")}
             transfer = {}
         transfer = {"kv_connector_extra_config": extra} | transfer
-        made.append(suite.make(transfer, **more))
-        return Replaceable(made[-1], weights)
+        engines.append(suite.make(transfer, **more))
+        return Replaceable(engines[-1], weights)
 
     yield make
-    for each in made:
+    for each in engines:
         each.close()
 
 

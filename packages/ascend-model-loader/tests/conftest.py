@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from harness import npus
+from harness.engines import npus
 from harness.weights.peers import Serving
 
 FUZZER = (
@@ -28,12 +28,12 @@ def fuzzing(request: pytest.FixtureRequest) -> Iterator[Future | None]:
 
 @pytest.fixture
 def serving() -> Iterator[Any]:
-    made: list[Serving] = []
+    started: list[Serving] = []
 
     def make(*args: Any, **options: Any) -> Serving:
-        made.append(Serving(*args, **options))
-        return made[-1]
+        started.append(Serving(*args, **options))
+        return started[-1]
 
     yield make
-    for each in made:
+    for each in started:
         each.server.stop()

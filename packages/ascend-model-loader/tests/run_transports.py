@@ -28,7 +28,7 @@ from harness.weights.peers import IDENTITY, SECRET, Cut, Serving, as_bytes, room
 
 TRANSPORTS = ("hccl", "mooncake")
 NPU = torch.device("npu", 0)
-extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
+extension.offer("transfer_engine.hccl", "ascend_communicator.hccl_engine.HcclEngine")
 
 
 def serve(pipe: Connection) -> None:
@@ -49,18 +49,18 @@ def serve(pipe: Connection) -> None:
                 os.kill(os.getpid(), number)
             time.sleep(0.5)
 
-    while (told := pipe.recv()) is not None:
+    while (command := pipe.recv()) is not None:
         until = time.monotonic() + 10
         while [each for each in threading.enumerate() if each.name == "weights"][
             1:
         ] and time.monotonic() < until:
             time.sleep(0.05)  # until the connections are closed
         torch.npu.synchronize()  # A lost client must not block the NPU.
-        if isinstance(told, float):
-            served.tensors["head.weight"][0] = told
+        if isinstance(command, float):
+            served.tensors["head.weight"][0] = command
             torch.npu.synchronize()
         else:
-            number = told
+            number = command
             wire.Channel.send = send_and_end  # type: ignore[method-assign]
         pipe.send(True)
 
@@ -115,8 +115,8 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
     assert pipe.poll(200)
     port = pipe.recv()
     first = float(weights()["head.weight"][0])
-    found: dict[str, dict[str, Any]] = {name: {} for name in TRANSPORTS}
-    for name, mine in found.items():
+    results: dict[str, dict[str, Any]] = {name: {} for name in TRANSPORTS}
+    for name, mine in results.items():
         into = room("npu:0")
         mine["whole"] = take(port, into, name) | compared(into)
         with Cut(port, 1500) as cut:  # after some chunks
@@ -133,14 +133,14 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
                 name: pool.submit(take, port, rooms[name], name, timeout=3) for name in TRANSPORTS
             }
         torch.npu.synchronize()  # A receive that never completes must not block this NPU.
-        for name, mine in found.items():
+        for name, mine in results.items():
             mine[case] = under_way[name].result() | compared(rooms[name])
         if number == signal.SIGSTOP:
             os.kill(process.pid, signal.SIGCONT)
-    for name, mine in found.items():
+    for name, mine in results.items():
         into = room("npu:0")
         mine["the next transport"] = take(by_tcp, into, name, "tcp") | compared(into)
-    return found
+    return results
 
 
 if __name__ == "__main__":

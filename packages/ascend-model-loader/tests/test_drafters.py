@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ascend_model_loader.loader import is_target
-from harness.configuration import engine_config
+from harness.engines.configuration import engine_config
 from harness.models import small
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -36,7 +36,7 @@ def test_a_draft_model_is_not_the_target(model: str) -> None:
     assert not is_target(loaded_with, loaded_with.model_config)
 
 
-def test_a_copy_of_the_target_s_configuration_is_a_drafter_s(model: str) -> None:
+def test_copied_configuration_of_a_drafter_is_not_the_target(model: str) -> None:
     """As vLLM makes it for the hidden states that it extracts."""
     config = drafting(model, "extract_hidden_states")
     assert is_target(config, config.model_config)

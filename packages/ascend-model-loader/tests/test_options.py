@@ -16,7 +16,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ([], "must be an object, not []; fix: write {…} there"),
         ({"peer": []}, "has no key 'peer'; fix: use 'peers'"),
@@ -70,11 +70,11 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_invalid_options_are_refused_in_one_line(given: Any, said: str) -> None:
+def test_invalid_options_are_refused_in_one_line(given: Any, message: str) -> None:
     with pytest.raises(extension.RefusedError) as caught:
         options.parse_options(given)
     assert str(caught.value).startswith(
-        f"--model-loader-extra-config{said if said[0] == '.' else f' {said}'}"
+        f"--model-loader-extra-config{message if message[0] == '.' else f' {message}'}"
     )
     assert "\n" not in str(caught.value)
 
@@ -98,7 +98,7 @@ def test_secret_file_takes_precedence_over_environment(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))]
+    ("text", "expected"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))]
 )
-def test_parse_address(text: str, found: tuple[str, int]) -> None:
-    assert options.parse_address(text) == found
+def test_parse_address(text: str, expected: tuple[str, int]) -> None:
+    assert options.parse_address(text) == expected

@@ -37,8 +37,8 @@ def test_error_in_the_pinning_thread_is_raised(place: int) -> None:
 
 def test_closing_the_iterator_stops_reading() -> None:
     read = weights()
-    taken = pin_weights(read, 0)
-    next(taken)
-    taken.close()
+    iterator = pin_weights(read, 0)
+    next(iterator)
+    iterator.close()
     left = len(list(read))
     assert len(SIZES) - left == 1 + PREFETCHED_TENSORS

@@ -62,11 +62,11 @@ def test_verified_bytes_are_the_bytes_that_are_used() -> None:
 
 def test_listener_may_have_any_file_number(serving: Any) -> None:
     """select() takes none above 1023."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most < 2048:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit < 2048:
         pytest.skip("a process may open few files here")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, before[0]), most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, before[0]), hard_limit))
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         source = stack.enter_context(open(__file__, "rb"))
@@ -82,13 +82,13 @@ def test_listener_may_have_any_file_number(serving: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_non_contiguous_tensors_are_filled(serving: Any, device: str) -> None:
-    made = torch.arange(6000, dtype=torch.float32).view(2, 30, 100)
+    base = torch.arange(6000, dtype=torch.float32).view(2, 30, 100)
     into = {
         "t": torch.zeros(100, 30, 2, device=device).permute(2, 1, 0),
         "u": torch.zeros(5, device=device),
     }
-    serving({"t": made, "u": torch.ones(5)}).fetch(into)
-    assert torch.equal(into["t"].cpu(), made)
+    serving({"t": base, "u": torch.ones(5)}).fetch(into)
+    assert torch.equal(into["t"].cpu(), base)
     assert torch.equal(into["u"].cpu(), torch.ones(5))
 
 
@@ -163,7 +163,7 @@ def test_header_corrupted_in_transit_is_rejected(serving: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("identity", "said"),
+    ("identity", "message"),
     [
         ({"config": "d"}, "its weights differ: config: the peer has c, this engine d"),
         (
@@ -185,10 +185,10 @@ def test_header_corrupted_in_transit_is_rejected(serving: Any) -> None:
     ],
 )
 def test_mismatched_identity_is_refused_with_the_difference(
-    serving: Any, identity: dict[str, str], said: str
+    serving: Any, identity: dict[str, str], message: str
 ) -> None:
     into = room()
-    with pytest.raises(PeerError, match=said):
+    with pytest.raises(PeerError, match=message):
         serving().fetch(into, IDENTITY | identity)
     assert not any(map(any, as_bytes(into)))
 
@@ -288,21 +288,21 @@ def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> Non
     """Another engine has loaded the weights meanwhile, and serves them."""
     root = serving(max_connections=1, timeout=300.0, deadline=300.0)
     idle = peer.connect(("127.0.0.1", root.server.port), Options(), SECRET, time.monotonic() + 300)
-    found = [[("127.0.0.1", root.server.port)]]
+    result = [[("127.0.0.1", root.server.port)]]
 
     def find() -> list[tuple[str, int]]:
-        if len(found) == 3:
-            found.append([("127.0.0.1", serving().server.port), *found[0]])
+        if len(result) == 3:
+            result.append([("127.0.0.1", serving().server.port), *result[0]])
         else:
-            found.append(found[0])
-        return found[-1]
+            result.append(result[0])
+        return result[-1]
 
     into, given = room(), Options(timeout=60, deadline=200)
     _, address = peer.Fetch(
         into, IDENTITY, given, SECRET, torch.device("cpu"), Report()
     ).from_first(find)
     assert as_bytes(into) == as_bytes(weights())
-    assert (address, len(found)) == (found[-1][0], 4)
+    assert (address, len(result)) == (result[-1][0], 4)
     with pytest.raises(
         PeerError, match=r"^127\.0\.0\.1:\d+: the peer refused: all 1 connections are in use$"
     ):
@@ -313,7 +313,7 @@ def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> Non
             SECRET,
             torch.device("cpu"),
             Report(),
-        ).from_first(lambda: found[0])
+        ).from_first(lambda: result[0])
     idle.close()
 
 
@@ -404,7 +404,7 @@ def test_slow_peer_is_stopped_by_the_deadline(serving: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "said"),
+    ("frame", "message"),
     [
         (
             wire.PREFIX.pack(b"HTTP", 1, 0),
@@ -432,11 +432,11 @@ def test_slow_peer_is_stopped_by_the_deadline(serving: Any) -> None:
         ),
     ],
 )
-def test_malformed_and_oversized_frames_are_refused(frame: bytes, said: str) -> None:
+def test_malformed_and_oversized_frames_are_refused(frame: bytes, message: str) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     with socket.create_connection(listening.getsockname()) as theirs:
         theirs.sendall(frame)
     ours, _ = listening.accept()
     with pytest.raises(PeerError) as caught:
         wire.Channel(ours, 5, time.monotonic() + 5).receive(wire.GetManifest)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)

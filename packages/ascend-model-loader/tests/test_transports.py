@@ -21,7 +21,7 @@ from ascend_platform.plugins import slots
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.mooncake import MooncakeEngine
-from harness import npus
+from harness.engines import npus
 from harness.weights.peers import SECRET, as_bytes, room, weights
 
 PROGRAM = Path(__file__).with_name("run_transports.py")
@@ -37,19 +37,19 @@ def scenarios() -> dict[str, Any]:
     )
     done = npus.run(2, sys.executable, str(PROGRAM), timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (found,) = npus.results(done.stdout)
-    return dict(found)
+    (result,) = npus.results(done.stdout)
+    return dict(result)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_received_bytes_equal_the_peers_after_a_lost_client(
     scenarios: dict[str, Any], name: str
 ) -> None:
-    found = scenarios[name]
-    assert (found["whole"]["error"], found["whole"]["arrived"]) == ("", 1)
-    assert found["whole"]["phases"] == ["manifest", f"peer to NPU, {name}"]
-    assert re.match(f"by {name}: (the peer |mooncake failed )", found["the control ends"]["error"])
-    assert found["and again"]["error"] == ""
+    result = scenarios[name]
+    assert (result["whole"]["error"], result["whole"]["arrived"]) == ("", 1)
+    assert result["whole"]["phases"] == ["manifest", f"peer to NPU, {name}"]
+    assert re.match(f"by {name}: (the peer |mooncake failed )", result["the control ends"]["error"])
+    assert result["and again"]["error"] == ""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +58,7 @@ def test_checksum_mismatch_is_rejected(scenarios: dict[str, Any], name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "said", "seconds"),
+    ("name", "case", "message", "seconds"),
     [
         (
             "hccl",
@@ -77,23 +77,23 @@ def test_checksum_mismatch_is_rejected(scenarios: dict[str, Any], name: str) -> 
     ],
 )
 def test_peer_lost_between_header_and_payload_times_out(
-    scenarios: dict[str, Any], name: str, case: str, said: str, seconds: float
+    scenarios: dict[str, Any], name: str, case: str, message: str, seconds: float
 ) -> None:
-    found = scenarios[name][case]
-    assert re.match(said, found["error"]), found
-    assert "\n" not in found["error"]
-    assert found["seconds"] < seconds
-    assert found["right"]
-    assert 0.1 < found["arrived"] < 0.95
+    result = scenarios[name][case]
+    assert re.match(message, result["error"]), result
+    assert "\n" not in result["error"]
+    assert result["seconds"] < seconds
+    assert result["right"]
+    assert 0.1 < result["arrived"] < 0.95
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_next_transport_is_tried_if_the_peer_lacks_one(
     scenarios: dict[str, Any], name: str
 ) -> None:
-    found = scenarios[name]["the next transport"]
-    assert (found["error"], found["arrived"]) == ("", 1)
-    assert found["phases"] == ["manifest", f"peer to NPU, {name} (failed)", "peer to NPU"]
+    result = scenarios[name]["the next transport"]
+    assert (result["error"], result["arrived"]) == ("", 1)
+    assert result["phases"] == ["manifest", f"peer to NPU, {name} (failed)", "peer to NPU"]
 
 
 def test_chunks_are_verified_while_the_next_ones_are_read(
@@ -127,7 +127,7 @@ def test_chunks_are_verified_while_the_next_ones_are_read(
 
 
 @pytest.mark.parametrize(
-    ("transport", "said"),
+    ("transport", "message"),
     [
         ("hccl", "by hccl: transport hccl needs weights on an NPU; these are on cpu, by tcp: "),
         (
@@ -139,7 +139,7 @@ def test_chunks_are_verified_while_the_next_ones_are_read(
         ),
     ],
 )
-def test_unavailable_transport_is_reported(serving: Any, transport: str, said: str) -> None:
+def test_unavailable_transport_is_reported(serving: Any, transport: str, message: str) -> None:
     served = serving()
     into = room()
     served.fetch(into, transport=(transport, "tcp"))
@@ -161,7 +161,7 @@ def test_missing_mooncake_is_reported(serving: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_hccl_link_is_reported(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(slots._offers, "hccl.link", raising=False)
+    monkeypatch.delitem(slots._offers, "transfer_engine.hccl", raising=False)
     served = serving(device="npu")
     served.device = torch.device("npu", 0)
     with pytest.raises(Exception, match=r"^by hccl: hccl needs ascend-communicator, which is "):

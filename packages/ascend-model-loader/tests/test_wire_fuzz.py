@@ -7,7 +7,7 @@ Runs in the background of the other tests (conftest.py), so it is the last file.
 
 from concurrent.futures import Future
 
-from harness import npus
+from harness.engines import npus
 
 
 def test_fuzzed_frames_are_refused_and_valid_transfers_served(fuzzing: Future) -> None:

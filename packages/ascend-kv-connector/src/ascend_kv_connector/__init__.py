@@ -18,8 +18,8 @@ CONNECTORS = {
     "MooncakeConnectorStoreV1": STORE,
     "OffloadingConnector": "ascend_kv_connector.offloading.OffloadingConnector",
 }
-"""Values of ``kv_connector`` in ``--kv-transfer-config``. OffloadingConnector is vLLM's with NPU
-copies; the names with Mooncake are vllm-ascend's aliases."""
+"""Values of ``kv_connector`` in ``--kv-transfer-config``. OffloadingConnector is that of vLLM with
+NPU copies; the names with Mooncake are vllm-ascend's aliases."""
 
 
 def register() -> None:
@@ -29,7 +29,7 @@ def register() -> None:
     than once.
     """
     extension.join(
-        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.6"
+        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.8"
     )
 
 

@@ -24,7 +24,7 @@ def require_secret(shared: bytes, insecure: bool, host: str, transport: str) -> 
     ``MC_TCP_BIND_ADDRESS`` (0.3.13).
 
     Raises:
-        RefusedError: it has none, and is not to be insecure.
+        RefusedError: it has no secret, and is not to be insecure.
     """
     if shared or insecure or (transport != "mooncake" and is_loopback(host)):
         return

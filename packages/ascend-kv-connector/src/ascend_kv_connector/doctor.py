@@ -17,7 +17,7 @@ from ascend_platform.transfer.auth import is_loopback
 SECONDS = 10.0
 
 Finding = tuple[str, str, str, str]
-"""Title, level, what was found, and the fix; as of ``ascend_platform.cli.result.Result``."""
+"""Title, level, what was found, and the fix; as of ``ascend_cli.result.Result``."""
 
 
 def check(options: argparse.Namespace) -> Iterator[Finding]:
@@ -54,8 +54,8 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     from ascend_platform.transfer.rpc import RpcClient, make_context
 
     from ascend_kv_connector.p2p import protocol
-    from ascend_kv_connector.p2p.hints import hint
     from ascend_kv_connector.p2p.protocol import CacheInfo, Handshake
+    from ascend_kv_connector.p2p.transfers import hint
 
     context = make_context()
     try:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from ascend_kv_connector.p2p.leases import BoundedDict
+from ascend_kv_connector.p2p.bounded import BoundedDict
 from ascend_kv_connector.p2p.transfers import Done, Failed
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)

@@ -54,7 +54,7 @@ for _name, _place in TIERS.items():
 
 @dataclass
 class WorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's, and the jobs of this step's ``completed_jobs`` whose blocks were not stored."""
+    """vLLM's metadata, and the jobs in ``completed_jobs`` of this step whose blocks were not stored."""
 
     failed_stores: set[int] = field(default_factory=set)
 
@@ -138,8 +138,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """vLLM's, by the request's hashes of now: it may have been looked up before weights or its
-        adapter were replaced."""
+        """Like the base method, by the current hashes of the request: it may have been looked up
+        before weights or its adapter were replaced."""
         for config, group in zip(
             self.scheduler.config.kv_group_configs,
             self.scheduler._req_status[request.request_id].group_states,
@@ -152,8 +152,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """vLLM's; nothing more is stored of requests that were computed in part with what has been
-        replaced since."""
+        """Like the base method, but store nothing more of requests that were computed in part with
+        weights or adapters that have been replaced since."""
         states = self.scheduler._req_status.values()
         stale = {id(each) for each in self._versions.stale(state.req for state in states)}
         for state in states:
@@ -162,8 +162,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return super().build_connector_meta(scheduler_output)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """vLLM's, with the requests of failed loads; the scheduler fails them or computes their
-        prompts (``kv_load_failure_policy``)."""
+        """Like the base method, with the requests of failed loads; the scheduler fails them or
+        computes their prompts (``kv_load_failure_policy``)."""
         assert self.connector_worker is not None
         loads = dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)

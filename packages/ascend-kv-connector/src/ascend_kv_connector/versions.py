@@ -3,10 +3,10 @@
 """Versions of the weights and adapters that a request's KV cache is computed with, in the
 scheduler's process.
 
-vLLM's block hashes have an adapter's name and path, and nothing of weights, both of which stay the
+vLLM's block hashes contain the name and path of an adapter, and nothing of weights. Both stay the
 same when the contents are replaced in a running engine. A version is therefore part of the first
 block's hash, as a ``cache_salt`` is, and with it of the prefix cache, of host memory, and of the
-names of chunks in a pool. Prompts that are handed to another instance have it in their
+names of chunks in a pool. Prompts that are handed to another instance carry it in their
 ``kv_transfer_params``.
 """
 
@@ -39,8 +39,8 @@ class Adapter:
 
 @dataclass
 class Computed:
-    """Versions that a request's KV cache is computed with. ``hasher`` is vLLM's for its blocks. ``stale``:
-    a part of it was computed with what has been replaced since."""
+    """Versions that a request's KV cache is computed with. ``hasher`` is vLLM's hash function of its blocks.
+    ``stale``: a part was computed with weights or adapters that have been replaced since."""
 
     weights: str
     adapter: Adapter | None

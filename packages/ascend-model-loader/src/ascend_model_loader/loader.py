@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Load format ``ascend_peer``: a chain of strategies, each of which loads all weights or falls back
-to the next one."""
+"""Load format ``ascend_peer``: a chain of strategies. Each loads all weights or falls back to the
+next one."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -240,7 +240,7 @@ class Snapshot:
         device.
 
         Raises:
-            PeerError: processing changed a tensor of which there is no host copy.
+            PeerError: processing changed a tensor without a host copy.
         """
         after = named_tensors(model)
         for name, storage in self._storage_keys.items():
@@ -261,8 +261,9 @@ class Snapshot:
 
 
 def is_target(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
-    """Whether a model is the target, not a drafter. A drafter is loaded with the target's
-    configuration and its own model's, or, by the method ``draft_model``, only with its own."""
+    """Whether a model is the target, not a drafter. A drafter is loaded with the
+    configurations of the target and of its own model, or, by the method ``draft_model``, only with
+    its own."""
     return model_config is vllm_config.model_config and model_config.runner_type != "draft"
 
 
@@ -275,8 +276,8 @@ def _parameter_bytes(model: nn.Module) -> int:
 
 
 def _worker_rank(vllm_config: VllmConfig, *, within_engine: bool = False) -> int:
-    """Rank of this worker across all data-parallel engines, each of which serves at its own ports;
-    or within its engine."""
+    """Rank of this worker across all data-parallel engines, which serve at their own ports, or
+    within its engine."""
     parallel = vllm_config.parallel_config
     # its world has all engines' ranks
     together = parallel.distributed_executor_backend == "external_launcher"

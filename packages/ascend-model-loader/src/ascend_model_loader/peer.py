@@ -67,8 +67,8 @@ BUSY_PAUSE = 1.0
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch weights into ``tensors``, which have the same names, shapes and dtypes as a peer's. Only
-    bytes whose checksum matched are written to them.
+    """Fetch weights into ``tensors``, which have the same names, shapes and dtypes as at the peer.
+    Only bytes whose checksum matched are written to them.
 
     ``identity`` is the required identity of the weights (identity.py).
     """

@@ -24,7 +24,8 @@ from ascend_model_loader.chunks import CHUNK_BYTES, host_bytes, staging_buffer
 from ascend_model_loader.options import Options
 
 ENGINE_CHUNKS = 4
-"""Chunks per request over an engine, which are one read; the server stages as many meanwhile."""
+"""Chunks per request over an engine, which are one read; the server stages the next ones
+meanwhile."""
 
 CONNECT_SECONDS = 60.0
 """Timeout for two NPUs to connect."""

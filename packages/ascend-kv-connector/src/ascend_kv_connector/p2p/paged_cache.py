@@ -5,6 +5,7 @@ unpacks them."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError, printable
 
+from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.protocol import CacheInfo, CacheRegion
 from ascend_kv_connector.p2p.runs import Placement, token_slots
 from ascend_kv_connector.p2p.states import LAST_STATE
@@ -47,9 +49,9 @@ class PagedCache:
 
     Sizes may differ, as those of latents and their rotary keys do.
 
-    ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel
-    blocks, which are contiguous (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so
-    that a token's slot is the same.
+    ``block_size`` is that of the scheduler. An attention backend may split blocks into several
+    kernel blocks, which are contiguous (``vllm/v1/worker/utils.py``,
+    ``prepare_kernel_block_sizes``), so that a token's slot is the same.
 
     KV cache groups have block tables of their own: ``windows`` has the tokens that each group
     retains, 0 meaning all, and ``groups`` the group of each layer. A request's ``blocks`` are the
@@ -374,3 +376,26 @@ def in_chunks(plans: Iterable[FetchPlan], cache: PagedCache, size: int) -> list[
             chunks[-1].local.append(local)
             left -= needed
     return chunks
+
+
+def checksum(data: torch.Tensor) -> int:
+    """CRC-32 of uint8 ``[bytes]``; device memory is copied to the host."""
+    return zlib.crc32(data.cpu().numpy().data)
+
+
+def expose(cache: PagedCache, transport: Engine, options: Options) -> list[tuple[int, int]]:
+    """Register a rank's KV cache with its transport; its memory, or an empty list if it is not
+    exposed.
+
+    It is not with checksums, which are of packed bytes, nor to a transport that cannot access its
+    memory.
+    """
+    if (
+        options.verify
+        or not options.expose_cache
+        or transport.on_device != (cache.device.type != "cpu")
+    ):
+        return []
+    if memory := cache.memory():
+        cache.register(transport)
+    return memory

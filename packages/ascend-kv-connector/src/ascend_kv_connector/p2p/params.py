@@ -19,7 +19,7 @@ MAX_ABORTED = 1024
 """Requests that one ``aborted_request`` may name."""
 
 MAX_NUMBER = 1 << 53
-"""Numbers are below it, as JSON has them: a client's may be larger than any float."""
+"""Upper limit of numbers in JSON; a client may send numbers that are larger than any float."""
 
 SOURCE = (
     "remote_engine_id",
@@ -62,7 +62,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 @dataclass(frozen=True)
 class TransferParams:
     """Fields have the names of the keys. These are those of vLLM's own connectors and, for
-    layer-by-layer transfers, vllm-ascend's, except remote_ranks, remote_reader,
+    layer-by-layer transfers, of vllm-ascend, except remote_ranks, remote_reader,
     remote_prompt_digest and remote_version, the version of weights and adapter, None for those of
     the checkpoint.
 
@@ -151,7 +151,7 @@ class TransferParams:
         return json.dumps([getattr(self, key) for key in SIGNED]).encode()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has them."""
+        """The values as JSON represents them."""
         values = {key: value for key in KEYS if (value := getattr(self, key)) is not None}
         if self.remote_ranks is not None:
             values["remote_ranks"] = [list(rank) for rank in self.remote_ranks]

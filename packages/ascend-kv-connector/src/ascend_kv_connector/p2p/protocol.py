@@ -4,8 +4,8 @@
 
 A consumer's rank sends queries and a producer's rank replies to each with one message;
 PrefillStarted and PrefillCancelled go the other way. A rank that exposes its KV cache sends its
-addresses in CacheInfo; readers ask where a request is (Locate), read them, and ask whether it had
-them all the time (Confirm). Otherwise a producer packs tokens into a buffer of its own and sends
+addresses in CacheInfo; readers ask where a request is (Locate), read the blocks, and ask whether it
+kept them all the time (Confirm). Otherwise a producer packs tokens into a buffer of its own and sends
 the buffer's address (Fetch). A message's name on the wire is that of its class.
 """
 
@@ -71,7 +71,7 @@ class CacheInfo(Message, frozen=True):
     ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the
     checkpoint's files. ``memory`` is where the regions are, as (address, bytes from one block to
     the next), with ``block_tokens`` tokens in a block; empty if the cache is not exposed.
-    ``block_size`` is the scheduler's. ``accepts_push``: the rank answers Push. ``tp`` is the
+    ``block_size`` is the size in the scheduler. ``accepts_push``: the rank answers Push. ``tp`` is the
     tensor-parallel rank and their number.
     """
 
@@ -106,7 +106,7 @@ class Locate(Message, frozen=True):
 
 
 class Located(Message, frozen=True):
-    """``blocks`` of a request, of which the first holds token ``start``. ``lease`` identifies the
+    """``blocks`` of a request; the first holds token ``start``. ``lease`` identifies the
     lease that keeps them."""
 
     lease: int
@@ -149,8 +149,8 @@ class Push(TokensQuery, frozen=True):
     """Write tokens of a request to a reader's KV cache while they are computed. Reply: Pushed, at
     the end.
 
-    ``memory`` is where the regions are at the reader, whose ``session`` is its engine's, and
-    ``blocks`` its blocks, of which the first holds token ``start``. A rank of the reader holds the
+    ``memory`` is where the regions are at the reader, ``session`` that of its engine, and
+    ``blocks`` its blocks; the first holds token ``start``. A rank of the reader holds the
     same heads.
     """
 

@@ -55,7 +55,7 @@ def state_parts(
 def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, str, torch.Tensor]]:
     """Layer, part and cache of each region of :class:`~ascend_kv_connector.p2p.paged_cache.PagedCache`.
 
-    ``kv_caches`` are vLLM's by layer: of states a tuple of tensors, else what
+    ``kv_caches`` are vLLM's caches by layer: of states a tuple of tensors, else what
     ``extension.cache_parts`` takes. Parts of several dtypes, such as int8 latents and 16-bit keys
     of an indexer, are all viewed as bytes.
 

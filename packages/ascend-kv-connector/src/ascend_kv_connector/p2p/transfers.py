@@ -14,13 +14,37 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ascend_platform.transfer.errors import Kind, Settled, TransferError, never, printable
 
-from ascend_kv_connector.p2p.hints import hint
-
 Phase = Literal["queue", "connect", "wait", "read", "unpack"]
 """In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them;
 writing them to the cache."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
+
+HINTS: dict[Kind, str] = {
+    "peer": "check that the instance is alive and its ports are reachable from here",
+    "transport": "check the peer's log and the network between the two",
+    "lease": (
+        "raise lease on the prefill instance, or route the request to a less loaded decode instance"
+    ),
+    "deadline": "raise transfer_timeout, or find what is slow between the two instances",
+    "verify": "data was corrupted in transit: check the network and the memory of both machines",
+    "mismatch": "start both instances with the same model, dtype and connector",
+    "aborted": "the client disconnected; nothing to do",
+    "sleep": (
+        "transfers end before an instance sleeps: route no requests to it, and wait until it has"
+        " none"
+    ),
+    "internal": "this is a bug in ascend-kv-connector; please report it with this line",
+}
+"""Hints for failed transfers, by error code."""
+
+HINTS_OF_MACHINE = {
+    "can't start new thread": "raise the limit of processes and threads (ulimit -u, pids.max)",
+    "Too many open files": "raise the limit of open files (ulimit -n)",
+    "out of memory": "lower --gpu-memory-utilization, or chunk_mib, slots and lanes",
+    "Cannot allocate memory": "free memory of this machine, or lower chunk_mib, slots and lanes",
+}
+"""Hints for what the machine lacks, here or at the peer, by a part of the cause."""
 
 
 class Source(NamedTuple):
@@ -30,6 +54,12 @@ class Source(NamedTuple):
     engine: str
     request: str
     ranks: tuple[tuple[str, int], ...]
+
+
+def hint(error: TransferError) -> str:
+    """The error's own hint, or that of its cause or its error code."""
+    of_machine = (fix for cause, fix in HINTS_OF_MACHINE.items() if cause in str(error))
+    return error.hint or next(of_machine, HINTS[error.kind])
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,16 @@ from vllm.utils.network_utils import get_ip
 from ascend_kv_connector.auth import read_secret, require_secret, warn_of_open_ports
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.metrics import FailureLog, TransferStats
-from ascend_kv_connector.p2p.consumer import Consumer
-from ascend_kv_connector.p2p.leases import BoundedDict, PrefillProgress
+from ascend_kv_connector.p2p.bounded import BoundedDict
+from ascend_kv_connector.p2p.consumer.consumer import Consumer
 from ascend_kv_connector.p2p.paged_cache import PagedCache, kv_heads_of_rank
-from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
-from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.producer.leases import PrefillProgress
+from ascend_kv_connector.p2p.producer.prefill_notifier import PrefillNotifier
+from ascend_kv_connector.p2p.producer.producer import Producer
 from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
-from ascend_kv_connector.p2p.rank_context import RankContext
+from ascend_kv_connector.p2p.rank import RankContext, private_stream, record_event
 from ascend_kv_connector.p2p.scheduler.metadata import Endpoint, P2PMetadata
 from ascend_kv_connector.p2p.states import list_regions
-from ascend_kv_connector.p2p.streams import private_stream, record_event
 from ascend_kv_connector.p2p.transfers import Failed
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 from ascend_kv_connector.store.identity import computed_with
@@ -346,7 +346,7 @@ def total_kv_heads(model: Any) -> int:
 def model_fingerprint(vllm_config: Any) -> str:
     """Properties that must be equal in both instances, without the weights: architecture, a digest
     of the model's configuration and of the options that the KV cache depends on, and the order of
-    rotated keys where it is not the model's."""
+    rotated keys if it differs from the model's order."""
     config, order = vllm_config.model_config.hf_config, extension.rope_order(vllm_config)
     values = {
         key: value

@@ -48,9 +48,9 @@ class ChunkNames:
     """Names of chunks; equal in two instances only if their KV cache of the prefix has the same
     bytes.
 
-    A name has vLLM's hash of the prefix and a digest of: what vLLM's own file tier distinguishes
-    (``FileMapper``: model, dtype, block sizes, layers, parallel sizes), this wheel's format, the
-    hash seed, and the connector's ``identity``.
+    A name has vLLM's hash of the prefix and a digest. The digest is of all that ``FileMapper`` of
+    vLLM's own file tier distinguishes (model, dtype, block sizes, layers, parallel sizes), this
+    wheel's format, the hash seed, and the connector's ``identity``.
     """
 
     def __init__(self, spec: Any, identity: dict[str, Any]) -> None:

@@ -206,7 +206,7 @@ def _create(path: Path, flags: int = 0) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class DiskEntry(TierOptions):
-    """Entry of a DiskTier. ``path``: the directory; ``quota``: its size in bytes."""
+    """Entry of a DiskTier with the directory ``path``, limited to ``quota`` bytes."""
 
     path: str = ""
     quota: Positive | None = None

@@ -62,7 +62,7 @@ NO_REPLY = object()
 
 @dataclass
 class Job:
-    """A job of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are
+    """A job of vLLM: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are
     ``monotonic`` seconds."""
 
     keys: list[OffloadKey]

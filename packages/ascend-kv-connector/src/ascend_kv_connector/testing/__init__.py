@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Conformance suite for KV connectors: subclass :class:`ConnectorTests` in a test module, and pytest runs it.
+"""Conformance suite for KV connectors. Subclass :class:`ConnectorTests` in a test module, and pytest
+runs it.
 
     from ascend_kv_connector.testing import ConnectorTests
 
     class TestMine(ConnectorTests):
-        transfer = {"kv_connector": "Mine", "kv_connector_module_path": "my.module", "kv_role": "kv_both"}
+        transfer = dict(kv_connector="Mine", kv_connector_module_path="my.module", kv_role="kv_both")
 
-It runs vLLM's scheduler and a worker, each with the connector, but no model: the KV cache of a token is a function of the tokens
-up to it, and so is the next token. Thus every token of every block that a step uses can be checked, however it was loaded, on any
-device.
+It runs vLLM's scheduler and a worker, each with the connector, but no model: the KV cache of a
+token, and the next token, are functions of the tokens up to it. Thus every token of every block
+that a step uses can be checked, however it was loaded, on any device.
 """
 
 from __future__ import annotations

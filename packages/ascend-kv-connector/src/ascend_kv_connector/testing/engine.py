@@ -39,8 +39,8 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Keys of an indexer, ``[blocks, BLOCK, 1, 64]``: sparse latent attention has them as a layer
-    of its own."""
+    """Keys of an indexer, ``[blocks, BLOCK, 1, 64]``: sparse latent attention keeps them in a
+    separate layer."""
 
     index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
 
@@ -65,7 +65,7 @@ class Engine:
     """vLLM's scheduler and a worker of one rank, each with the connector, without a model.
 
     ``wrong`` has (request, token, layer) where a step found an unexpected KV cache value.
-    ``version`` is the version of the weights that a request of vLLM's is computed with now.
+    ``version`` is the version of the weights that a request is computed with now.
     """
 
     def __init__(

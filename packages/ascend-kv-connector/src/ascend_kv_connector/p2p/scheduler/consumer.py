@@ -15,14 +15,13 @@ from ascend_platform import extension
 from ascend_platform.transfer.errors import printable
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.p2p.leases import BoundedDict
-from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_request_id
+from ascend_kv_connector.p2p.bounded import BoundedDict
 from ascend_kv_connector.p2p.params import TransferParams, end_remote_prefill
-from ascend_kv_connector.p2p.prompt_digest import prompt_digest
 from ascend_kv_connector.p2p.protocol import MAX_NAME, VERSION
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.metadata import Load, Outbox
-from ascend_kv_connector.p2p.scheduler.producer import OTHER_VERSION, too_long
+from ascend_kv_connector.p2p.scheduler.metaserver import MetaserverClient, external_request_id
+from ascend_kv_connector.p2p.scheduler.producer import OTHER_VERSION, prompt_digest, too_long
 from ascend_kv_connector.p2p.transfers import Source
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 from ascend_kv_connector.versions import Versions
@@ -31,7 +30,7 @@ from ascend_kv_connector.versions import Versions
 @dataclass(frozen=True)
 class RemotePrompt:
     """The first ``tokens`` tokens of a request's prompt are loaded from ``source``, or from an
-    instance that the router ``metaserver`` finds, if ``version`` is still the request's."""
+    instance that the router ``metaserver`` finds, if ``version`` is still that of the request."""
 
     source: Source | None
     metaserver: str | None
@@ -262,10 +261,12 @@ class ConsumerScheduler:
         return self._trusted.sign(params)
 
     def _other_prompt(self, request: Any, params: TransferParams) -> str:
-        """An error if the parameters' source is another prompt's, for example of the same list of
+        """An error if the parameters' source is of another prompt, for example in the same list of
         prompts, or was computed with other weights or another version of the adapter; ""
         otherwise."""
-        if params.metaserver is not None:
+        # Of a request that vLLM has refused or failed, it hands on the parameters with a prompt of
+        # one token, and aborts it at once: its end is to release the source.
+        if params.metaserver is not None or getattr(request, "abort_immediately", False):
             return ""
         tokens = params.remote_num_tokens
         assert tokens is not None

@@ -17,7 +17,7 @@ from ascend_kv_connector.p2p.transfers import Source
 @dataclass
 class Endpoint(KVConnectorHandshakeMetadata):
     """Handshake metadata of a worker: ``port`` of its producer, ``consumer_port`` of its consumer;
-    0 if it has none. ``engine`` is the instance's name for others."""
+    0 without one. ``engine`` is the instance's name for others."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Endpoint(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Load:
-    """Load of tokens ``start`` to ``stop`` into ``blocks``, of which the first holds token
+    """Load of tokens ``start`` to ``stop`` into ``blocks``; the first holds token
     ``start``.
 
     ``source`` is None for a layer-by-layer load, whose producer sends PrefillStarted.

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from ascend_platform.transfer.errors import TransferError
 
-from ascend_kv_connector.p2p.connections import Connections, Part
-from ascend_kv_connector.p2p.consumer_view import ConsumerView
+from ascend_kv_connector.p2p.consumer.connections import Connections, Part
+from ascend_kv_connector.p2p.consumer.receiving import Receiving
+from ascend_kv_connector.p2p.consumer.view import ConsumerView
 from ascend_kv_connector.p2p.paged_cache import Heads
 from ascend_kv_connector.p2p.protocol import MAX_BLOCKS, Ack, Confirm, Locate, Located
-from ascend_kv_connector.p2p.receiving import Receiving
 from ascend_kv_connector.p2p.runs import Placement, plan_runs
 
 DIRECT_BYTES = 128 << 20

@@ -14,11 +14,11 @@ from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.rpc import RpcClient
 
-from ascend_kv_connector.p2p.connections import LANE_SECONDS, Connections, Part
-from ascend_kv_connector.p2p.consumer_view import ConsumerView
+from ascend_kv_connector.p2p.consumer.connections import LANE_SECONDS, Connections, Part
+from ascend_kv_connector.p2p.consumer.receiving import Receiving
+from ascend_kv_connector.p2p.consumer.view import ConsumerView
 from ascend_kv_connector.p2p.paged_cache import FetchPlan
 from ascend_kv_connector.p2p.protocol import Chunk, Fetch, Message
-from ascend_kv_connector.p2p.receiving import Receiving
 from ascend_kv_connector.p2p.runs import Placement, plan_runs
 
 MAX_LAYERWISE_POLL = 0.005

@@ -19,7 +19,7 @@ ANSWER_BYTES = 200
 """Bytes of a router's answer that are logged."""
 
 MAX_CONNECTIONS = 1024
-"""Connections to routers at a time, of which each waits for a prefill."""
+"""Connections to routers at a time; each waits for a prefill."""
 
 REQUEST_ID_SUFFIX_LENGTH = 9
 """vLLM appends a hyphen and eight random characters to a request id, which the router does not know

@@ -12,10 +12,10 @@ import torch
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import TransferError, never
 
-from ascend_kv_connector.p2p.connections import Part
-from ascend_kv_connector.p2p.consumer_view import ConsumerView
+from ascend_kv_connector.p2p.consumer.connections import Part
+from ascend_kv_connector.p2p.consumer.view import ConsumerView
+from ascend_kv_connector.p2p.paged_cache import checksum
 from ascend_kv_connector.p2p.runs import Placement
-from ascend_kv_connector.p2p.send_buffers import checksum
 
 
 class Receiving:

@@ -14,15 +14,15 @@ from ascend_platform.extension import logger
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.memory import ReceiveBuffers, allocate_buffer
-from ascend_platform.transfer.peers import CircuitBreaker, PeerQueues
 from ascend_platform.transfer.rpc import RpcServer, make_context
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.p2p.connections import Notice
-from ascend_kv_connector.p2p.fetcher import Fetcher
-from ascend_kv_connector.p2p.leases import BoundedDict, EarlyMessages
-from ascend_kv_connector.p2p.paged_cache import PagedCache
-from ascend_kv_connector.p2p.producer import expose
+from ascend_kv_connector.p2p.bounded import BoundedDict, EarlyMessages
+from ascend_kv_connector.p2p.consumer.connections import Notice
+from ascend_kv_connector.p2p.consumer.fetcher import Fetcher
+from ascend_kv_connector.p2p.consumer.push_stop import PushStop
+from ascend_kv_connector.p2p.paged_cache import PagedCache, expose
+from ascend_kv_connector.p2p.peers import CircuitBreaker, PeerQueues
 from ascend_kv_connector.p2p.protocol import (
     CODEC,
     Ack,
@@ -35,8 +35,7 @@ from ascend_kv_connector.p2p.protocol import (
     Renew,
     Reply,
 )
-from ascend_kv_connector.p2p.push_stop import PushStop
-from ascend_kv_connector.p2p.rank_context import RankContext
+from ascend_kv_connector.p2p.rank import RankContext
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source, Transfer
 
 BUFFERS_OF_LANE = 2
@@ -194,7 +193,7 @@ class Consumer:
 
     def renew(self, source: Source) -> None:
         """Tell the producer that a request waits to load from a source. Each of its ranks is told
-        by one of this instance's."""
+        by one rank of this instance."""
         if ranks := source.ranks[self.rank.index :: self.rank.count]:
             self._enqueue(Notice(source, Renew(source.request, self.rank.engine), ranks))
 
@@ -214,7 +213,7 @@ class Consumer:
     def get_finished(self) -> list[Done | Failed]:
         """Transfers that ended since the last call. Fails those whose deadline has passed.
 
-        Their blocks are kept until :meth:`pop_settled` has them too.
+        Their blocks are kept until :meth:`pop_settled` returns them too.
         """
         now = monotonic()
         for transfer in list(self._transfers.values()):

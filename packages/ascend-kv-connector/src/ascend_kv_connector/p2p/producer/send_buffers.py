@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NamedTuple
@@ -14,11 +13,6 @@ from typing import NamedTuple
 import torch
 
 from ascend_kv_connector.p2p.protocol import Owner
-
-
-def checksum(data: torch.Tensor) -> int:
-    """CRC-32 of uint8 ``[bytes]``; device memory is copied to the host."""
-    return zlib.crc32(data.cpu().numpy().data)
 
 
 class Loan(NamedTuple):
@@ -52,8 +46,8 @@ class SendBuffers:
         return None
 
     def release(self, owner: Owner, tickets: Sequence[int] = ()) -> None:
-        """Take back the buffers of these tickets if the transfer has them, without tickets all that
-        it has."""
+        """Take back the buffers of these tickets if the transfer holds them; without tickets, all
+        that it holds."""
         self._release(lambda loan: loan.owner == owner and (not tickets or loan.ticket in tickets))
 
     def release_request(self, request: str, reader: str, rank: int) -> None:

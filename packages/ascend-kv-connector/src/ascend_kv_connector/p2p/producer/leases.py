@@ -12,56 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Generic, TypeVar
 
 from ascend_platform.transfer.errors import TransferError
 
-Value = TypeVar("Value")
-
-MAX_REMEMBERED = 4096
-"""Requests that are remembered after their end or before their start, for messages that arrive out
-of order."""
-
+from ascend_kv_connector.p2p.bounded import BoundedDict
 
 MAX_READERS = 64
 """Instances that are remembered as readers of one request."""
-
-
-class BoundedDict(dict[Any, Value]):
-    """Dictionary; beyond ``most`` entries the oldest is dropped."""
-
-    def __init__(self, most: int = MAX_REMEMBERED) -> None:
-        super().__init__()
-        self._most = most
-
-    def __setitem__(self, key: Any, value: Value) -> None:
-        super().__setitem__(key, value)
-        if len(self) > self._most:
-            del self[next(iter(self))]
-
-
-class EarlyMessages(Generic[Value]):
-    """Messages for requests that are not here yet: ``most`` of them, for ``seconds``."""
-
-    def __init__(self, most: int, seconds: float, clock: Callable[[], float] = monotonic) -> None:
-        self._most, self._seconds, self._clock = most, seconds, clock
-        self._kept: dict[str, tuple[Value, float]] = {}  # the oldest first
-
-    def add(self, request: str, value: Value) -> bool:
-        """Keep the latest message for a request; whether it could be kept."""
-        now = self._clock()
-        self._kept.pop(request, None)
-        while self._kept and now - next(iter(self._kept.values()))[1] > self._seconds:
-            del self._kept[next(iter(self._kept))]
-        if len(self._kept) >= self._most:
-            return False
-        self._kept[request] = value, now
-        return True
-
-    def pop(self, request: str) -> Value | None:
-        """The message for a request that is here now."""
-        value, _ = self._kept.pop(request, (None, 0.0))
-        return value
 
 
 class NotReadyError(Exception):
@@ -78,8 +35,8 @@ class PrefillProgress:
         self._pending: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
 
     def record(self, layer: str, tokens: int, ready: Callable[[], bool]) -> None:
-        """The layer's first ``tokens`` are ready once ``ready()`` is true; ignored if as many were
-        recorded before."""
+        """The layer's first ``tokens`` are ready once ``ready()`` is true; ignored if this number
+        was recorded before."""
         with self._lock:
             marks = self._pending.setdefault(layer, deque())
             if tokens > (marks[-1][0] if marks else self._ready.get(layer, 0)):

@@ -12,7 +12,7 @@ from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.rpc import ClientPool, RpcClient
 
 from ascend_kv_connector.p2p import protocol
-from ascend_kv_connector.p2p.consumer_view import ConsumerView
+from ascend_kv_connector.p2p.consumer.view import ConsumerView
 from ascend_kv_connector.p2p.paged_cache import FetchPlan
 from ascend_kv_connector.p2p.protocol import (
     CacheInfo,

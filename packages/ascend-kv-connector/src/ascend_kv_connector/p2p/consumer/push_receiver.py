@@ -10,10 +10,10 @@ from time import monotonic
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.rpc import ClientPool
 
-from ascend_kv_connector.p2p.consumer_view import ConsumerView
+from ascend_kv_connector.p2p.consumer.push_stop import PushStop
+from ascend_kv_connector.p2p.consumer.view import ConsumerView
 from ascend_kv_connector.p2p.paged_cache import FetchPlan, Heads
 from ascend_kv_connector.p2p.protocol import MAX_BLOCKS, CacheInfo, Push, Pushed, Renew
-from ascend_kv_connector.p2p.push_stop import PushStop
 from ascend_kv_connector.p2p.transfers import Transfer
 
 

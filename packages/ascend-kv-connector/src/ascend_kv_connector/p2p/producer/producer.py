@@ -10,14 +10,22 @@ from contextlib import AbstractContextManager
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import allocate_buffer
-from ascend_platform.transfer.peers import PeerQueues
 from ascend_platform.transfer.query_queue import BusyError, QueryQueue
 from ascend_platform.transfer.rpc import RpcServer
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p import protocol
-from ascend_kv_connector.p2p.leases import Lease, Leases, NotReadyError
-from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache, group_block_table
+from ascend_kv_connector.p2p.paged_cache import (
+    Heads,
+    PagedCache,
+    checksum,
+    expose,
+    group_block_table,
+)
+from ascend_kv_connector.p2p.peers import PeerQueues
+from ascend_kv_connector.p2p.producer.leases import Lease, Leases, NotReadyError
+from ascend_kv_connector.p2p.producer.pusher import Job, Pusher, PushJobs, Steps
+from ascend_kv_connector.p2p.producer.send_buffers import SendBuffers
 from ascend_kv_connector.p2p.protocol import (
     Ack,
     CacheInfo,
@@ -37,9 +45,7 @@ from ascend_kv_connector.p2p.protocol import (
     Renew,
     Reply,
 )
-from ascend_kv_connector.p2p.pusher import Job, Pusher, PushJobs, Steps
-from ascend_kv_connector.p2p.rank_context import RankContext
-from ascend_kv_connector.p2p.send_buffers import SendBuffers, checksum
+from ascend_kv_connector.p2p.rank import RankContext
 from ascend_kv_connector.p2p.states import LAST_STATE
 
 MAX_PUSHES = 32
@@ -221,7 +227,7 @@ class Producer:
         return reply
 
     def _are_regions(self, indices: list[int]) -> bool:
-        """Whether a query names regions, each once: repeated ones would cost as many launches."""
+        """Whether a query names regions, each once: repeated ones would cost more launches."""
         return (
             bool(indices)
             and len(set(indices)) == len(indices)
@@ -305,21 +311,3 @@ class Producer:
             raise TransferError(
                 "mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}"
             )
-
-
-def expose(cache: PagedCache, transport: Engine, options: Options) -> list[tuple[int, int]]:
-    """Register a rank's KV cache with its transport; its memory, or an empty list if it is not
-    exposed.
-
-    It is not with checksums, which are of packed bytes, nor to a transport that cannot access its
-    memory.
-    """
-    if (
-        options.verify
-        or not options.expose_cache
-        or transport.on_device != (cache.device.type != "cpu")
-    ):
-        return []
-    if memory := cache.memory():
-        cache.register(transport)
-    return memory

@@ -15,8 +15,8 @@ from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
 from ascend_platform.transfer.query_queue import BusyError
 
-from ascend_kv_connector.p2p.leases import Lease, NotReadyError
 from ascend_kv_connector.p2p.paged_cache import PagedCache
+from ascend_kv_connector.p2p.producer.leases import Lease, NotReadyError
 from ascend_kv_connector.p2p.protocol import Owner, Push, Pushed, Refused, Reply
 from ascend_kv_connector.p2p.runs import Placement, plan_runs, token_slots
 
@@ -55,7 +55,7 @@ class Job:
 
 
 class ProducerView(Protocol):
-    """The part that a pusher uses of :class:`~ascend_kv_connector.p2p.producer.Producer`."""
+    """The part that a pusher uses of :class:`~ascend_kv_connector.p2p.producer.producer.Producer`."""
 
     cache: PagedCache
     memory: list[tuple[int, int]]

@@ -10,14 +10,14 @@ from time import monotonic
 from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.rpc import NotYetError
 
-from ascend_kv_connector.p2p.chunk_reader import ChunkReader
-from ascend_kv_connector.p2p.connections import Connections, Notice, Part
-from ascend_kv_connector.p2p.consumer_view import ConsumerView
-from ascend_kv_connector.p2p.direct_reader import DirectReader
+from ascend_kv_connector.p2p.consumer.chunk_reader import ChunkReader
+from ascend_kv_connector.p2p.consumer.connections import Connections, Notice, Part
+from ascend_kv_connector.p2p.consumer.direct_reader import DirectReader
+from ascend_kv_connector.p2p.consumer.push_receiver import PushReceiver
+from ascend_kv_connector.p2p.consumer.push_stop import PushStop
+from ascend_kv_connector.p2p.consumer.receiving import Receiving
+from ascend_kv_connector.p2p.consumer.view import ConsumerView
 from ascend_kv_connector.p2p.paged_cache import in_chunks, plan_fetches
-from ascend_kv_connector.p2p.push_receiver import PushReceiver
-from ascend_kv_connector.p2p.push_stop import PushStop
-from ascend_kv_connector.p2p.receiving import Receiving
 from ascend_kv_connector.p2p.transfers import Failed, Transfer
 
 WHOLE_TRANSFER = -1

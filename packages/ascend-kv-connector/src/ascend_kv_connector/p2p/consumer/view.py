@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.memory import ReceiveBuffers
-from ascend_platform.transfer.peers import CircuitBreaker
 
 from ascend_kv_connector.config import Options
+from ascend_kv_connector.p2p.consumer.push_stop import PushStop
 from ascend_kv_connector.p2p.paged_cache import PagedCache
+from ascend_kv_connector.p2p.peers import CircuitBreaker
 from ascend_kv_connector.p2p.protocol import Finish, Release
-from ascend_kv_connector.p2p.push_stop import PushStop
-from ascend_kv_connector.p2p.rank_context import RankContext
+from ascend_kv_connector.p2p.rank import RankContext
 from ascend_kv_connector.p2p.transfers import Source, Transfer
 
 
 class ConsumerView(Protocol):
-    """See :class:`~ascend_kv_connector.p2p.consumer.Consumer`."""
+    """See :class:`~ascend_kv_connector.p2p.consumer.consumer.Consumer`."""
 
     rank: RankContext
     cache: PagedCache
