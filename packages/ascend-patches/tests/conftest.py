@@ -3,6 +3,7 @@
 """A plugin with patches, and something to patch, both real packages on the path of a process of
 their own."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from pathlib import Path
 
 import pytest
 from ascend_platform import extension
-from harness.distributions import write_metadata
+from harness.project.distributions import write_metadata
 
 HEAD = """
-from ascend_patches import patch
-FIELDS = dict(scope="platform", vllm=">=0", reason="r", upstream="u", remove_when="w")
+optional = true
+scope = "platform"
+vllm = ">=0"
+why = "r"
+upstream = "u"
+remove_when = "w"
 """
 
 
@@ -29,7 +34,7 @@ class World:
         for package in ("victim", "plugin_p"):
             (directory / package).mkdir()
             (directory / package / "__init__.py").touch()
-        points = "[vllm_ascend.patches]\np = plugin_p\n"
+        points = "[vllm_ascend.overrides]\np = plugin_p\n"
         write_metadata(directory, "plugin-p", entry_points=points)
 
     def victim(self, module: str, text: str) -> None:
@@ -44,12 +49,16 @@ class World:
         path = self.directory.joinpath(*module.split(".")).with_suffix(".py")
         if fingerprint is None:
             fingerprint = extension.fingerprint(path.read_text(), qualname)
-        file = self.directory / "plugin_p" / "patch_p.py"
-        before = file.read_text() if file.exists() else HEAD
-        fields = {"target": target, "fingerprint": fingerprint} | fields
-        file.write_text(
-            f"{before}\n@patch(**FIELDS | {fields!r})\ndef {name}(original):\n    return {result}\n"
+        table, file = (
+            self.directory / "plugin_p" / name for name in ("overrides.toml", "patch_p.py")
         )
+        row = {"target": target, "by": f"patch_p:{name}"} | fields
+        lines = [f"{key} = {json.dumps(value)}" for key, value in row.items()]
+        lines.append(f'sources = {{ "0.31" = {json.dumps(fingerprint)} }}')
+        rows = table.read_text() if table.exists() else HEAD
+        table.write_text("\n".join([rows, "[[override]]", *lines, ""]))
+        with file.open("a") as functions:
+            functions.write(f"def {name}(original):\n    return {result}\n")
 
     def run(self, script: str) -> tuple[str, str]:
         """A script's output on stdout and stderr; ascend-platform's lines are on the latter."""
@@ -81,8 +90,7 @@ def command(world: World) -> Callable[..., tuple[int, str, str]]:
 
     def run(*arguments: str) -> tuple[int, str, str]:
         out, err = world.run(
-            "from ascend_platform.cli.main import main; print('STATUS',"
-            f" main({['patches', *arguments]!r}))"
+            f"from ascend_cli.main import main; print('STATUS', main({['patches', *arguments]!r}))"
         )
         text, _, status = out.rpartition("STATUS ")
         return int(status), text, err

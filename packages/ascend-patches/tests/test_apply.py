@@ -80,25 +80,25 @@ def test_another_scope_is_left_alone(world):
 
 def test_second_patch_of_a_target_is_disabled(patched):
     patched.patch("two", "victim.m:one", "lambda: 2")
-    out, said = patched.run(ENTER + PRINT)
+    out, stderr = patched.run(ENTER + PRINT)
     assert out == "11"
     assert (
-        said == "patch p.two disabled: target victim.m:one is patched by p.one already; "
+        stderr == "patch p.two disabled: target victim.m:one is patched by p.one already; "
         "disable one of the two: VLLM_ASCEND_DISABLE_PATCHES=p.one"
     )
 
 
-def test_patch_of_a_patched_class_s_method_is_disabled(world):
+def test_patch_of_a_method_of_a_patched_class_is_disabled(world):
     world.victim("m", VICTIM)
     world.patch("box", "victim.m:Box", "type('Box', (original,), {})")
     world.patch("size", "victim.m:Box.size", "lambda self: 5")
-    out, said = world.run(ENTER + "from victim.m import Box; print(Box().size())")
+    out, stderr = world.run(ENTER + "from victim.m import Box; print(Box().size())")
     assert out == "1"
-    assert "p.size disabled: target victim.m:Box.size is patched by p.box already" in said
+    assert "p.size disabled: target victim.m:Box.size is patched by p.box already" in stderr
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (VICTIM.replace("return 1", "return 1 + 0", 1), "target victim.m:one has changed: found "),
         (
@@ -108,13 +108,13 @@ def test_patch_of_a_patched_class_s_method_is_disabled(world):
     ],
     ids=["changed", "renamed"],
 )
-def test_drift_is_one_line_and_the_original_stays(patched, text, said):
+def test_drift_is_one_line_and_the_original_stays(patched, text, message):
     patched.victim("m", text)
     out, lines = patched.run(
         ENTER + "from victim import m; print(getattr(m, 'one', m.__dict__.get('uno'))())"
     )
     assert out == "1"
-    assert lines.startswith(f"patch p.one disabled: {said}")
+    assert lines.startswith(f"patch p.one disabled: {message}")
     assert lines.endswith("compare the patch with the new source, or narrow its range >=0")
     assert "\n" not in lines
 
@@ -140,13 +140,13 @@ def test_switched_off_by_the_environment(patched):
     patched.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.one"
     assert patched.run(ENTER + PRINT) == ("1", "")
     patched.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.on"
-    out, said = patched.run(ENTER + PRINT)
+    out, stderr = patched.run(ENTER + PRINT)
     assert out == "11"
-    assert said == "unknown patch 'p.on' in VLLM_ASCEND_DISABLE_PATCHES; fix: use 'p.one'"
+    assert stderr == "unknown patch 'p.on' in VLLM_ASCEND_DISABLE_PATCHES; fix: use 'p.one'"
 
 
 def test_patch_disabled_by_configuration_here_and_in_children(patched):
-    configure = "from ascend_platform.config import options; import os; take = options.configure\n"
+    configure = "from ascend_platform import options; import os; take = options.configure\n"
     off = (
         "take({'ascend': {'patches': {'disable': ['p.one']}}});"
         " print(os.environ['VLLM_ASCEND_DISABLE_PATCHES'])\n"
@@ -159,20 +159,20 @@ def test_patch_disabled_by_configuration_here_and_in_children(patched):
 
 
 @pytest.mark.parametrize(
-    ("disable", "said"),
+    ("disable", "message"),
     [
         ("['p.won']", "unknown patch 'p.won'; fix: use 'p.one'"),
         ("'p.one'", "disable is 'p.one'; supported: a list of strings; fix: correct or remove it"),
     ],
 )
-def test_configuration_that_is_wrong_is_refused(patched, disable, said):
-    configure = "from ascend_platform.config import options\ntry:\n"
+def test_configuration_that_is_wrong_is_refused(patched, disable, message):
+    configure = "from ascend_platform import options\ntry:\n"
     configure += (
         f"    options.configure({{'ascend': {{'patches': {{'disable': {disable}}}}}}})\nexcept"
         " ValueError as e: print(e)"
     )
     out, _ = patched.run(ENTER + configure)
-    assert said in out
+    assert message in out
 
 
 def test_filtered_by_vllm_plugins(patched):
@@ -188,16 +188,35 @@ def test_filtered_by_vllm_plugins(patched):
         assert patched.run(platform + PRINT)[0] == result, names
 
 
-def test_unreadable_file_is_one_line_and_the_others_serve(patched):
+def test_patch_of_an_unreadable_file_is_one_line_and_the_others_serve(patched):
+    patched.patch("size", "victim.m:Box.size", "original", by="patch_broken:size")
     patched.directory.joinpath("plugin_p", "patch_broken.py").write_text(
         "import nothing_of_this_name"
     )
-    out, said = patched.run(ENTER + PRINT)
+    out, stderr = patched.run(ENTER + PRINT)
     assert out == "11"
     assert (
-        said == "patches of patch_broken disabled: ModuleNotFoundError: No module named"
+        stderr == "patch broken.size disabled: ModuleNotFoundError: No module named"
         " 'nothing_of_this_name'"
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "fields", "message"),
+    [
+        ("victim.m:one", {"scope": "somewhere"}, "patch p.one ignored: it has scope 'somewhere'; "),
+        ("victim.m:one", {"vllm": "new"}, "patch p.one ignored: Invalid specifier: 'new'"),
+        ("victim.m:", {}, "overrides of plugin_p disabled: ValueError: target 'victim.m:' is not "),
+        ("victim.m:one", {"wy": "w"}, "overrides of plugin_p disabled: TypeError: "),
+    ],
+)
+def test_malformed_row_is_one_line(world, target, fields, message):
+    world.victim("m", VICTIM)
+    world.patch("one", target, "lambda: 2", fingerprint="0", **fields)
+    out, stderr = world.run(ENTER + PRINT)
+    assert out == "1"
+    assert stderr.startswith(message)
+    assert "\n" not in stderr
 
 
 def test_names_of_processes_are_as_vllm_gives_them(world):

@@ -8,19 +8,19 @@ from ascend_platform import extension
 
 DOCTOR = """
 import sys
-from ascend_platform.cli.main import main
+from ascend_cli.main import main
 print(main(['doctor', '--json']), file=sys.stderr)
 """
 
 
 def lines(world):
     out, _ = world.run(DOCTOR)
-    found = [
+    result = [
         line
         for line in json.loads(out)["checks"]
         if line["category"] == "patches" and line["title"].startswith("p.")
     ]
-    return {line["title"]: (line["state"], line["found"], line["fix"]) for line in found}
+    return {line["title"]: (line["state"], line["found"], line["fix"]) for line in result}
 
 
 def test_doctor_names_a_patch_whose_target_was_renamed(world):
@@ -36,11 +36,11 @@ def test_doctor_names_a_patch_whose_target_was_renamed(world):
         "p.old": ("ok", f"not for vLLM {version}", ""),
     }
     world.victim("engine", "def step_once():\n    return 1\n\ndef stop():\n    return 2\n")
-    found = lines(world)
-    assert found["p.stop"] == sound
-    state, said, fix = found["p.step"]
+    result = lines(world)
+    assert result["p.stop"] == sound
+    state, message, fix = result["p.step"]
     assert state == "fail"
-    assert "target victim.engine:step is missing" in said
+    assert "target victim.engine:step is missing" in message
     assert fix.endswith("export VLLM_ASCEND_DISABLE_PATCHES=p.step")
     world.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.step"
     assert lines(world)["p.step"] == ("ok", "disabled", "")

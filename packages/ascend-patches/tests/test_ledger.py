@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from ascend_patches.registry import discover
-from harness import vllm_copy
+from harness.project import vllm_copy
 
 START = """
 import sys
@@ -31,8 +31,8 @@ def test_patch_whose_target_differs_is_disabled_by_name(
     renamed: bool, reason: str, tmp_path
 ) -> None:
     tree = vllm_copy.make(tmp_path)
-    patches = [each for each in discover() if each.make.__module__.startswith("ascend_patches.")]
-    assert len(patches) == 11
+    patches = [each for each in discover() if each.package == "ascend_patches.patches"]
+    assert len(patches) == 13
     for each in patches:
         file, text = vllm_copy.edited(each.target, renamed)
         vllm_copy.write(tree, file, text)
@@ -49,7 +49,7 @@ def test_patch_whose_target_differs_is_disabled_by_name(
     )
     assert done.returncode == 0, done.stderr
     for each in patches:
-        (said,) = (
+        (log,) = (
             line for line in done.stderr.splitlines() if f"patch {each.name} disabled: " in line
         )
-        assert f"target {each.target} {reason}" in said
+        assert f"target {each.target} {reason}" in log

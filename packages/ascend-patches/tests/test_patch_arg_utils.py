@@ -53,14 +53,14 @@ sys.exit(said if parallel.current_platform is before else "another platform has 
 
 
 @pytest.mark.parametrize(
-    ("disabled", "said"), [("", "right"), (NAME, "refused")], ids=["patched", "without"]
+    ("disabled", "message"), [("", "right"), (NAME, "refused")], ids=["patched", "without"]
 )
 def test_eplb_on_any_device(
-    disabled: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    disabled: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     tmp_path.joinpath("config.json").write_text(json.dumps(EXPERTS))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert said in done.stderr.splitlines(), done.stdout + done.stderr
+    assert message in done.stderr.splitlines(), done.stdout + done.stderr

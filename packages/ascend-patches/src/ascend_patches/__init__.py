@@ -4,6 +4,6 @@
 target."""
 
 from ascend_patches.apply import enter, register
-from ascend_patches.registry import SCOPES, Patch, patch
+from ascend_patches.registry import SCOPES
 
-__all__ = ["SCOPES", "Patch", "enter", "patch", "register"]
+__all__ = ["SCOPES", "enter", "register"]

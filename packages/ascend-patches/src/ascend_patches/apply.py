@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,14 @@ from typing import Any, cast
 
 from ascend_platform import extension
 
-from ascend_patches.registry import Patch, discover, environment_disabled
-
-DISABLE = "VLLM_ASCEND_DISABLE_PATCHES"
+from ascend_patches.registry import (
+    DISABLE,
+    discover,
+    environment_disabled,
+    in_range,
+    obstacle,
+    overlap,
+)
 
 
 def register() -> None:
@@ -36,7 +42,7 @@ def register() -> None:
             note=note,
             options=Options,
             configured=_configured,
-            api="1.6",
+            api="1.8",
         )
 
 
@@ -55,18 +61,18 @@ class _Process:
     """The state of this process."""
 
     joined = False
-    patches: tuple[Patch, ...] = ()
+    patches: tuple[extension.Override, ...] = ()
     scopes: set[str] = set()  # noqa: RUF012
     switched_off: set[str] = set()  # noqa: RUF012
     applied: dict[
-        str, tuple[Patch, Callable[[], None]]
+        str, tuple[extension.Override, Callable[[], None]]
     ] = {}  # The patch and the function that undoes it, by name.  # noqa: RUF012
     logged: set[str] = set()  # noqa: RUF012
     # Names in DISABLE, before those of the configuration are added.
     from_environment: str | None = None
 
 
-def _setup(patches: Iterable[Patch]) -> None:
+def _setup(patches: Iterable[extension.Override]) -> None:
     _Process.patches = tuple(patches)
     _Process.from_environment = os.environ.get(DISABLE)
     _Process.switched_off = environment_disabled()
@@ -113,7 +119,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def _synchronize() -> None:
-    """Apply and undo patches until this process has those of its scopes that are not disabled."""
+    """Apply and undo patches until exactly the enabled patches of this process's scopes are applied."""
     for name in [name for name in _Process.applied if name in _Process.switched_off]:
         _Process.applied.pop(name)[1]()
     for each in _Process.patches:
@@ -125,33 +131,34 @@ def _synchronize() -> None:
             when_imported(each.module, functools.partial(_apply, each))
 
 
-def _apply(patch: Patch) -> None:
+def _apply(patch: extension.Override) -> None:
     """Apply one patch to its imported module, or log in one line why it is disabled."""
     if patch.name in _Process.applied or patch.name in _Process.switched_off:
         return
     try:
         module = sys.modules[patch.module]
-        reason = patch.obstacle(extension.version("vllm"), extension.module_source(patch.module))
-        others = [other.name for other, _ in _Process.applied.values() if other.overlaps(patch)]
+        reason = obstacle(patch, extension.version("vllm"))
+        others = [other.name for other, _ in _Process.applied.values() if overlap(other, patch)]
         if not reason and others:
             reason = (
                 f"target {patch.target} is patched by {others[0]} already; disable one of the two:"
                 f" {DISABLE}={others[0]}"
             )
         if not reason:
-            _Process.applied[patch.name] = (patch, replace(module, patch.qualname, patch.make))
+            make = pkgutil.resolve_name(f"{patch.package}.{patch.by}")
+            _Process.applied[patch.name] = (patch, replace(module, patch.qualname, make))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if patch.name in _Process.applied:
         extension.logger.info(
-            "patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.reason
+            "patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.why
         )
     elif patch.name not in _Process.logged:
         _Process.logged.add(patch.name)
         # A patch outside of its version range is no longer needed.
         say = (
             extension.logger.warning
-            if patch.in_range(extension.version("vllm"))
+            if in_range(patch, extension.version("vllm"))
             else extension.logger.debug
         )
         say("patch %s disabled: %s", patch.name, reason)
@@ -199,7 +206,7 @@ class _Watched(ModuleSpec):
     executed.
 
     Wrapping the loader in a finder would be too late for a module whose import is in progress, such
-    as the engine core's: the spawned process unpickles ``EngineCoreProc.run_engine_core`` and so
+    as the module of the engine core: the spawned process unpickles ``EngineCoreProc.run_engine_core`` and so
     imports ``vllm.v1.engine.core``, which imports ``vllm.config``, which asks for the platform.
     (CPython 3.11 to 3.13, ``importlib/_bootstrap.py``, ``_load_unlocked``; the attribute is also
     what tells its C code of circular imports.)

@@ -6,43 +6,49 @@ new patch."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ascend_platform import extension
 from packaging.version import Version
 
-from ascend_patches.apply import DISABLE
-from ascend_patches.registry import SCOPES, Patch, collect, discover, environment_disabled
+from ascend_patches.registry import (
+    DISABLE,
+    SCOPES,
+    discover,
+    environment_disabled,
+    in_range,
+    obstacle,
+    overlap,
+)
 
 PATCH = '''"""{target}: TODO what is wrong with it."""
 
 from collections.abc import Callable
 from typing import Any
 
-from ascend_patches import patch
 
-
-@patch(
-    target="{target}",
-    scope="{scope}",
-    vllm="{vllm}",
-    reason="TODO what goes wrong without it",
-    upstream="TODO address of the issue or pull request",
-    remove_when="TODO the condition, for example: the lowest supported vLLM contains the fix",
-    fingerprint="{fingerprint}",
-)
 def {function}(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
     return replacement
 '''
+TABLE = "about = 'Faults and restrictions of vLLM.'\noptional = true\n"
+ROW = """[[override]]
+target = "{target}"
+by = "patch_{stem}:{function}"
+scope = "{scope}"
+vllm = "{vllm}"
+why = "TODO what goes wrong without it"
+upstream = "TODO address of the issue or pull request"
+remove_when = "TODO the condition, for example: the lowest supported vLLM contains the fix"
+sources = {{ "{minor}" = "{fingerprint}" }}
+"""
 TEST = '''"""The fault of {target}, and its correction by the patch {name}."""
 
 import subprocess
@@ -51,7 +57,7 @@ import sys
 import pytest
 
 NAME = "{name}"
-# In a process of its own, as patches are per process; prints "right" if the behaviour is right.
+# In a separate process, because patches are per process; prints "right" if the behaviour is right.
 SCRIPT = """
 import sys
 from ascend_patches import enter
@@ -61,13 +67,16 @@ raise SystemExit("TODO: use {qualname}, and print 'right' if it behaves")
 """
 
 
-@pytest.mark.parametrize(("disabled", "output"), [("", "right\\n"), (NAME, "")], ids=["patched", "without"])
-def test_{function}(disabled: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("disabled", "output"), [("", "right\\n"), (NAME, "")], ids=["patched", "without"]
+)
+def test_{function}(disabled, output, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+    )
     assert done.stdout == output, done.stderr
 '''
-LEDGER = "PATCHES.md"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +100,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for each in (lister, checker):
         each.add_argument("--json", action="store_true", help="print JSON")
     maker = actions.add_parser(
-        "new", help="create the patch's file, its test and its line in the ledger"
+        "new", help="create the patch's file, its test and its row in overrides.toml"
     )
     maker.add_argument("target", help="package.module:qualified.name")
     maker.add_argument("--scope", choices=SCOPES, required=True)
@@ -115,9 +124,9 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
     for each in discover():
         if each.name in disabled:
             yield each.name, "ok", "disabled", ""
-        elif not each.in_range(version):
+        elif not in_range(each, version):
             yield each.name, "ok", f"not for vLLM {version or '(not installed)'}", ""
-        elif why := each.obstacle(version, extension.module_source(each.module)):
+        elif why := obstacle(each, version):
             without = f"export {DISABLE}={','.join(sorted({*disabled, each.name}))}"
             fix = f"upgrade the wheel that it is in, or disable it: {without}"
             yield each.name, "fail", f"disabled: {why}", fix
@@ -133,16 +142,16 @@ def _list(options: argparse.Namespace) -> int:
     off = extension.unmet("ascend-patches")
     if not extension.allowed("ascend_patches"):
         off = "ascend_patches is filtered out by VLLM_PLUGINS"
-    taken: list[Patch] = []
+    taken: list[extension.Override] = []
     rows = []
     for each in discover():
         why = off or ("listed in VLLM_ASCEND_DISABLE_PATCHES" if each.name in disabled else "")
-        why = why or each.obstacle(version, extension.module_source(each.module))
-        if not why and (other := next((other for other in taken if other.overlaps(each)), None)):
+        why = why or obstacle(each, version)
+        if not why and (other := next((other for other in taken if overlap(other, each)), None)):
             why = f"target {each.target} is patched by {other.name} already"
         if not why:
             taken.append(each)
-        rows.append(_row(each, "disabled" if why else "applies", why or each.reason))
+        rows.append(_row(each, "disabled" if why else "applies", why or each.why))
     overrides = [_override_row(row, "applies") for row in extension.overrides()]
     fitting = sum(row["state"] == "applies" for row in overrides)
     counts = f"{len(taken)} of {len(rows)} patches apply to vLLM {version or '(not installed)'}"
@@ -163,11 +172,9 @@ def _check(options: argparse.Namespace) -> int:
         version = os.environ.get("VLLM_VERSION") or extension.tree_version(tree)
     rows = []
     for each in discover():
-        drift = each.drift(extension.module_source(each.module, tree))
-        if not each.in_range(version):
-            rows.append(_row(each, "out of range", each.obstacle(version, None)))
-        else:
-            rows.append(_row(each, "differs" if drift else "fits", drift))
+        problem, fits = obstacle(each, version, tree), in_range(each, version)
+        state = "fits" if fits else "out of range"
+        rows.append(_row(each, "differs" if fits and problem else state, problem))
     overrides = [_override_row(row, "fits") for row in extension.overrides(tree or _installed())]
     patches_differ, overrides_differ = (
         sum(row["state"] == "differs" for row in each) for each in (rows, overrides)
@@ -187,13 +194,11 @@ def _installed() -> Path | None:
     return Path(locations[0]).parent if locations else None
 
 
-def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
-    fields = {
-        field.name: getattr(patch, field.name)
-        for field in dataclasses.fields(patch)
-        if field.name != "make"
-    }
-    return {"kind": "patch"} | fields | {"state": state, "why": why}
+def _row(patch: extension.Override, state: str, why: str) -> dict[str, object]:
+    names = ("name", "target", "scope", "vllm", "upstream", "remove_when")
+    fields = {name: getattr(patch, name) for name in names} | {"reason": patch.why}
+    fingerprints = {"fingerprints": [*patch.sources.values()]}
+    return {"kind": "patch"} | fields | fingerprints | {"state": state, "why": why}
 
 
 def _override_row(row: dict[str, str], fits: str) -> dict[str, object]:
@@ -242,6 +247,8 @@ def _new(options: argparse.Namespace) -> int:
         "function": function,
         "name": f"{stem}.{function}",
         "fingerprint": fingerprint,
+        "stem": stem,
+        "minor": f"{version.major}.{version.minor}",
         "vllm": f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}",
     }
     files = {
@@ -251,34 +258,13 @@ def _new(options: argparse.Namespace) -> int:
     for path in files:
         if path.exists():
             raise ValueError(f"{path} exists; add to it by hand, with fingerprint {fingerprint}")
+    package, table = packages[0] / "__init__.py", packages[0] / "overrides.toml"
+    notice = re.match(r"(?:#.*\n)*", package.read_text() if package.is_file() else "")
+    assert notice is not None  # The pattern matches any text.
     for path, template in files.items():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(template.format(**fields))
-    (options.package / LEDGER).write_text(ledger(_of_directory(packages[0])))
-    print(*files, options.package / LEDGER, sep="\n")
+        path.write_text(notice[0] + template.format(**fields))
+    rows = table.read_text() if table.exists() else TABLE
+    table.write_text(f"{rows}\n{ROW.format(**fields)}")
+    print(*files, table, sep="\n")
     return 0
-
-
-def _of_directory(directory: Path) -> list[Patch]:
-    patches = []
-    for path in sorted(directory.glob("patch_*.py")):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None  # a .py file has a loader
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        patches += collect(module)
-    return patches
-
-
-def ledger(patches: Iterable[Patch]) -> str:
-    """The text of PATCHES.md: the patches of a package, by their declarations."""
-    lines = ["# Patches", "", "Generated from the declarations by `vllm-ascend patches new`.", ""]
-    rows = []
-    for each in patches:
-        known = ", ".join(f"`{one}`" for one in each.fingerprints)
-        first = (each.name, f"`{each.target}`", each.scope, f"`{each.vllm}`: {known}")
-        rows.append(f"| {' | '.join((*first, each.reason, each.upstream, each.remove_when))} |")
-    columns = "patch | target | scope | vLLM, and the target's fingerprints | why | upstream"
-    head = [f"| {columns} | remove when |", "|---" * 7 + "|"]
-    return "\n".join([*lines, *(head + rows if rows else ["No patches."]), ""])

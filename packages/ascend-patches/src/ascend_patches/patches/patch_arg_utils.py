@@ -6,27 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ascend_patches import patch
-
 CHECK = "_validate_parallel_config"
 """The validator of vllm/config/parallel.py that refuses it, by
 ``current_platform.is_cuda_alike()``."""
 
 
-@patch(
-    target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
-    scope="platform",
-    vllm=">=0.31,<0.34",
-    reason=(
-        "`--enable-eplb` is refused on the NPU, for which ascend-platform maps and counts the"
-        " experts"
-    ),
-    upstream=(
-        "no issue is known; the check is in vllm/config/parallel.py, _validate_parallel_config"
-    ),
-    remove_when="vLLM asks the platform whether it has expert load balancing",
-    fingerprint=["edcadc3d5a7a", "b6ccce9e8c51", "c76f3ef87e1f"],
-)
 def eplb_on_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         # pydantic has already compiled the validator, so replace the platform that it consults

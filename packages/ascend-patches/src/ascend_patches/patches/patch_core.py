@@ -10,23 +10,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ascend_patches import patch
-
 PATIENCE = 1.5  # Seconds that workers have to exit by themselves.
 
 
-@patch(
-    target="vllm.v1.engine.core:EngineCore.__init__",
-    scope="engine",
-    vllm=">=0.31,<0.34",
-    reason=(
-        "ctrl-C while the engine starts ends it only when the model is loaded, or with tracebacks"
-        " of its workers' ends"
-    ),
-    upstream="no issue is known; the handler is in vllm/v1/engine/core.py, run_engine_core",
-    remove_when="vLLM's handler ends an engine core that is being constructed",
-    fingerprint=["513f93524983", "7194526c4154", "8062e648a17d"],
-)
 def end_while_starting(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> None:
         handlers: dict[int, Any] = {

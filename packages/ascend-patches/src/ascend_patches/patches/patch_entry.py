@@ -6,18 +6,7 @@ restart it."""
 from collections.abc import Callable
 from typing import Any
 
-from ascend_patches import patch
 
-
-@patch(
-    target="vllm.entrypoints.launchers.api_server.entry:build_and_serve",
-    scope="platform",
-    vllm=">=0.31,<0.34",
-    reason="`vllm serve` exits with status 0 when its engine dies",
-    upstream="https://github.com/vllm-project/vllm/issues/48966",
-    remove_when="the lowest supported vLLM exits with another status",
-    fingerprint=["2490f9ff8975", "d79aaaca1ebd"],
-)
 def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
     async def replacement(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
         stop, stopped = engine_client.shutdown, []

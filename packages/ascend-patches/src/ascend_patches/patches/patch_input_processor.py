@@ -5,24 +5,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ascend_patches import patch
 
-
-@patch(
-    target="vllm.v1.engine.input_processor:InputProcessor._validate_model_inputs",
-    scope="platform",
-    vllm=">=0.31,<0.34",
-    reason=(
-        "with Gemma 3, a request hangs whose image has more tokens than a step, and blocks those"
-        " behind it"
-    ),
-    upstream=(
-        "no issue is known; compute_mm_encoder_budget (vllm/v1/core/encoder_cache_manager.py) does"
-        " not count the tokens around the embeddings"
-    ),
-    remove_when="vLLM refuses such a request, or counts these tokens at the start",
-    fingerprint="b5be10539d10",
-)
 def refuse_images_beyond_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(self: Any, encoder_input: Any, decoder_input: Any) -> None:
         original(self, encoder_input, decoder_input)

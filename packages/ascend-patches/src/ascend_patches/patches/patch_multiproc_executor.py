@@ -9,24 +9,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ascend_patches import patch
-
 _counts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 """Numbers of requested and of read replies, by queue."""
 
 
-@patch(
-    target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
-    scope="engine",
-    vllm=">=0.31,<0.34",
-    reason=(
-        "with several ranks, replies to a call that failed or timed out stay unread, and later"
-        " calls get them as their own"
-    ),
-    upstream="no issue is known; vllm/v1/executor/abstract.py, Executor.profile, mentions it",
-    remove_when="collective_rpc raises only after each rank's reply is read, or identifies replies",
-    fingerprint=["05fa0fafb13f", "2c1559ec4f4f"],
-)
 def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(
         self: Any,
