@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KV cache of something that has changed: ten things, one at a time, in each medium that keeps or
-hands over KV cache, on engines; see docs/kv-identity.md."""
+hands over KV cache, on engines; see docs/kv-transfer-design.md#weights-and-adapters-that-change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 from harness.models import quantize
 from harness.models.decoders import qwen3
 from harness.models.quantize import Spec
@@ -95,7 +96,7 @@ def configurations(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str,
     quantize.quantize(
         Path(model), quantized, "compressed-tensors", _dynamic, dtype=torch.float16, inputs={}
     )
-    others = {
+    changed = {
         "checkpoint": other({}, weights=str(weights["second"])),
         "cache dtype": other({"dtype": "float16"}),
         "quantization": other({"dtype": "float16"}, model=str(quantized), beside="cache dtype"),
@@ -103,7 +104,7 @@ def configurations(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str,
         "TP": other({"tensor_parallel_size": 2}),
         "model": other({"hf_overrides": {"rope_theta": 7.0}}),
     }
-    return base, others
+    return base, changed
 
 
 def _perturb(source: Path, target: Path) -> None:
@@ -123,16 +124,16 @@ def _dynamic(name: str) -> Spec | None:
 def check(chosen: list[str]) -> list[str]:
     """Run the media that are chosen, or all, and print the table; returns what is wrong."""
     wrong: list[str] = []
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        base, others = configurations(Path(directory))
-        case = {"base": base, "others": others}
+        base, changed = configurations(Path(directory))
+        case = {"base": base, "others": changed}
         right = _run(case | {"medium": "alone"}, wrong)
         for medium in track("media:", chosen or [*MEDIA]) if right else ():
-            found[medium] = _run(case | {"medium": medium, "right": right}, wrong)
-            print(medium, json.dumps(found[medium]), flush=True)
-    print("\n" + table(found))
-    for medium, changes in found.items():
+            results[medium] = _run(case | {"medium": medium, "right": right}, wrong)
+            print(medium, json.dumps(results[medium]), flush=True)
+    print("\n" + table(results))
+    for medium, changes in results.items():
         for change, outcomes in changes.items():
             for when, outcome in outcomes.items():
                 is_shared = (change, medium) in SHARED
@@ -141,13 +142,13 @@ def check(chosen: list[str]) -> list[str]:
     return wrong
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """A row for each change, and for each medium what happens without and with a restart."""
-    lines = ["| changed | " + " | ".join(MEDIA[medium] for medium in found) + " |"]
-    lines.append("|---" * (len(found) + 1) + "|")
+    lines = ["| changed | " + " | ".join(MEDIA[medium] for medium in results) + " |"]
+    lines.append("|---" * (len(results) + 1) + "|")
     for change, name in CHANGES.items():
         cells = [
-            _cell(change, medium, changes.get(change, {})) for medium, changes in found.items()
+            _cell(change, medium, changes.get(change, {})) for medium, changes in results.items()
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -159,7 +160,7 @@ def _cell(change: str, medium: str, outcomes: dict[str, Any]) -> str:
     words = {
         when: "refused"
         if outcome["outcome"] == "refused"
-        else f"{outcome['loaded']} tokens loaded"
+        else "loaded"
         if outcome["loaded"]
         else "computed"
         for when, outcome in outcomes.items()

@@ -26,8 +26,8 @@ from ascend_kv_connector import testing
 from ascend_kv_connector.testing import ConnectorTests, HandoffTests, one_rank  # noqa: F401
 from ascend_kv_connector.testing import engine as testing_engine
 from harness import checkout
+from harness.engines.ports import free_port
 from harness.kv.mooncake_pool import mooncake_pool
-from harness.ports import free_port
 
 KEPT = checkout.TOOLS / "generated_docs" / "connectors.json"
 PLATFORMS = {"CPU": {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}, "NPU": {}}
@@ -129,8 +129,8 @@ class MooncakeStoreConnector(InTree):
 
 
 def run(chosen: list[str]) -> None:
-    """The command: run the suite on both platforms, and write the table of docs/kv-conformance.md;
-    names choose connectors."""
+    """The command: run the suite on both platforms, and write the table of
+    docs/reports/kv-connector-tests.md; names choose connectors."""
     for place, variables in PLATFORMS.items():
         with tempfile.TemporaryDirectory() as directory:
             report = Path(directory, "report.xml")
@@ -160,7 +160,7 @@ def run(chosen: list[str]) -> None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()  # A connector's threads may prevent it from exiting.
-            found: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+            kept: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
             for case in ElementTree.parse(report).iter("testcase"):
                 failed = next((each for each in case if each.tag in ("failure", "error")), None)
                 result = (
@@ -171,10 +171,10 @@ def run(chosen: list[str]) -> None:
                     else _cause(failed)
                 )
                 name = case.attrib["classname"].rpartition(".")[2]
-                found.setdefault(name, {}).setdefault(place, {})[
+                kept.setdefault(name, {}).setdefault(place, {})[
                     case.attrib["name"].removeprefix("test_")
                 ] = result
-        KEPT.write_text(json.dumps(found, indent=1) + "\n")
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     sys.exit(
         subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode
     )

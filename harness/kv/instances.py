@@ -14,16 +14,15 @@ from typing import Any, Protocol
 
 import torch
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.p2p.consumer import Consumer
+from ascend_kv_connector.p2p.consumer.consumer import Consumer
 from ascend_kv_connector.p2p.paged_cache import (
     Heads,
     PagedCache,
     group_block_table,
     kv_heads_of_rank,
 )
-from ascend_kv_connector.p2p.producer import Producer
-from ascend_kv_connector.p2p.rank_context import RankContext
-from ascend_kv_connector.p2p.streams import private_stream
+from ascend_kv_connector.p2p.producer.producer import Producer
+from ascend_kv_connector.p2p.rank import RankContext, private_stream
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_platform.transfer.auth import CurveKeys
 
@@ -113,7 +112,7 @@ class Instance:
         for stage in range(pp):
             for rank in range(tp):
                 heads = kv_heads_of_rank(rank, tp, total_heads)
-                own = range(stage * layers // pp, (stage + 1) * layers // pp)
+                stage_layers = range(stage * layers // pp, (stage + 1) * layers // pp)
                 regions = [
                     (
                         f"layers.{layer}",
@@ -122,10 +121,10 @@ class Instance:
                             device, dtype
                         ),
                     )
-                    for layer in own
+                    for layer in stage_layers
                     for part, size in (sizes or SIZES).items()
                 ]
-                groups = {f"layers.{layer}": layer % len(windows) for layer in own}
+                groups = {f"layers.{layer}": layer % len(windows) for layer in stage_layers}
                 self.caches.append(
                     PagedCache(regions, block_size, heads, total_heads, groups, windows)
                 )
@@ -168,12 +167,12 @@ class Instance:
     def take(self, tokens: int) -> list[int]:
         """Allocate blocks for `tokens` in each group; none for tokens that are outside a sliding
         window."""
-        count, taken = -(-tokens // self.block_size), []
+        count, block_ids = -(-tokens // self.block_size), []
         for group in range(len(self.windows)):
             gone = self.caches[0].first_needed_token(0, tokens, group) // self.block_size
-            taken += [0] * gone + self.free[: count - gone]
+            block_ids += [0] * gone + self.free[: count - gone]
             self.free = self.free[count - gone :]
-        return taken
+        return block_ids
 
     def places(
         self, request: str, blocks: list[int], start: int, stop: int

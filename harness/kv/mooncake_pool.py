@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import psutil
-from harness.ports import free_port
+from harness.engines.ports import free_port
 
 PROGRAMS = Path(sys.executable).parent
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.producer.leases import PrefillProgress
 from ascend_kv_connector.p2p.protocol import PrefillStarted
 
 LAYERS = ["layers.0", "layers.1"]

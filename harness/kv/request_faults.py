@@ -25,7 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.p2p import push_stop, worker
+from ascend_kv_connector.p2p import worker
+from ascend_kv_connector.p2p.consumer import push_stop
 from ascend_platform.transfer import engine
 from harness.kv.memory_transport import Faults, InMemoryNetwork, InMemoryTransport, LinkCuts
 
@@ -71,8 +72,8 @@ class MemoryTransport(InMemoryTransport):
     def __init__(
         self, host: str, protocol: str, keys: Any = None, ports: Any = None, timeout: float = 0.0
     ) -> None:
-        made = NETWORK.make_transport()
-        super().__init__(NETWORK, made.session)
+        transport = NETWORK.make_transport()
+        super().__init__(NETWORK, transport.session)
         NETWORK.transports[self.session] = self
 
 
@@ -422,8 +423,8 @@ class Endurance:
 
 def _handles() -> Counter[str]:
     """Open files, sockets and threads of this process, by type."""
-    found = Counter(thread.name.rstrip("-0123456789 ()") for thread in threading.enumerate())
+    threads = Counter(thread.name.rstrip("-0123456789 ()") for thread in threading.enumerate())
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            found[os.readlink(f"/proc/self/fd/{name}").partition(":[")[0]] += 1
-    return found
+            threads[os.readlink(f"/proc/self/fd/{name}").partition(":[")[0]] += 1
+    return threads

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.p2p.prompt_digest import prompt_digest
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.metadata import Endpoint
+from ascend_kv_connector.p2p.scheduler.producer import prompt_digest
 from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
 from ascend_kv_connector.p2p.transfers import Source
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
@@ -47,22 +47,24 @@ def request(
         max_tokens=1, extra_args={"kv_transfer_params": params} if params else None
     )
     ids = [first, *range(1, tokens)]
-    made = Request(
+    new_request = Request(
         request_id=name, prompt_token_ids=ids, sampling_params=sampling, pooling_params=None, **more
     )
     if params and "remote_num_tokens" in params and isinstance(params["remote_num_tokens"], int):
-        params.setdefault("remote_prompt_digest", prompt_digest(made, params["remote_num_tokens"]))
-    return made
+        params.setdefault(
+            "remote_prompt_digest", prompt_digest(new_request, params["remote_num_tokens"])
+        )
+    return new_request
 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
     urls = ["http://router/v1/metaserver", "http://configured", "http://own"]
     trusted = TrustedAddresses(metaservers=urls, insecure=True)
-    made = P2PScheduler("d", CacheGroups(4), produces, consumes, Options(), trusted)
-    made.set_endpoints(
+    instance = P2PScheduler("d", CacheGroups(4), produces, consumes, Options(), trusted)
+    instance.set_endpoints(
         {(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)}
     )
-    return made
+    return instance
 
 
 def blocks(*ids: int) -> Any:
@@ -71,9 +73,9 @@ def blocks(*ids: int) -> Any:
 
 def of_windows() -> P2PScheduler:
     trusted = TrustedAddresses(metaservers=["http://r"], insecure=True)
-    made = P2PScheduler("d", CacheGroups(4, (0, 6)), True, True, Options(), trusted)
-    made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
-    return made
+    instance = P2PScheduler("d", CacheGroups(4, (0, 6)), True, True, Options(), trusted)
+    instance.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
+    return instance
 
 
 def step(
@@ -81,24 +83,24 @@ def step(
 ) -> SchedulerOutput:
     """SchedulerOutput of one step; ``old`` has (blocks, tokens computed before, whether it resumes)
     of running requests."""
-    made = SchedulerOutput.make_empty()
-    made.scheduled_new_reqs, made.num_scheduled_tokens, made.preempted_req_ids = (
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs, output.num_scheduled_tokens, output.preempted_req_ids = (
         new,
         tokens,
         set(preempted),
     )
-    cached = made.scheduled_cached_reqs = CachedRequestData.make_empty()
+    cached = output.scheduled_cached_reqs = CachedRequestData.make_empty()
     for name, (ids, computed, resumed) in old.items():
         cached.req_ids.append(name)
         cached.new_block_ids.append((ids,))
         cached.num_computed_tokens.append(computed)
         if resumed:
             cached.resumed_req_ids.add(name)
-    return made
+    return output
 
 
-def load(made: P2PScheduler, near: Request) -> tuple[int, list[Source]]:
+def load(metadata: P2PScheduler, near: Request) -> tuple[int, list[Source]]:
     """Schedule a request: the tokens that it loads, and the sources released by then."""
-    tokens, _ = made.get_num_new_matched_tokens(near, 0)
-    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), tokens)
-    return tokens, made.build_connector_meta(NOTHING).released
+    tokens, _ = metadata.get_num_new_matched_tokens(near, 0)
+    metadata.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), tokens)
+    return tokens, metadata.build_connector_meta(NOTHING).released

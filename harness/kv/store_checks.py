@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ascend_kv_connector.testing import one_rank
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
 from harness.models.decoders import qwen3
@@ -55,13 +56,13 @@ def engines(chosen: list[str], requests: int) -> list[str]:
             ]
             shared: dict[str, Any] = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_PLUGINS": ""}
             done = npus.run(2, *program, memory="4GiB", timeout=3000, **shared)
-            if not (found := npus.results(done.stdout)):
+            if not (printed := npus.results(done.stdout)):
                 print(done.stdout[-3000:], done.stderr[-3000:])
                 wrong.append(f"{name}: no result")
                 continue
-            if left := found[0].pop("left in /dev/shm"):
+            if left := printed[0].pop("left in /dev/shm"):
                 wrong.append(f"{name}: left in /dev/shm: {left}")
-            for phase, result in found[0].items():
+            for phase, result in printed[0].items():
                 chunks = ", ".join(
                     f"{count} {what}" for what, count in sorted(result.get("chunks", {}).items())
                 )
@@ -110,5 +111,5 @@ def faults(requests: int) -> list[str]:
             for column in columns
         ]
         print(f"| {' | '.join(cells)} |")
-    found = {"wrong": result.wrong, "late": result.late, "leaked": result.leaked}
-    return [f"pool under faults: {what}: {each}" for what, each in found.items() if each]
+    counts = {"wrong": result.wrong, "late": result.late, "leaked": result.leaked}
+    return [f"pool under faults: {what}: {each}" for what, each in counts.items() if each]

@@ -46,7 +46,7 @@ def instance(name: str, device: str, exposed: bool) -> Any:
     import torch
     from harness.kv.instances import Instance
 
-    made = Instance(
+    new_instance = Instance(
         Loopback(),
         name,
         block_size=128,
@@ -63,7 +63,7 @@ def instance(name: str, device: str, exposed: bool) -> Any:
         lanes=LANES,
         expose_cache=exposed,
     )
-    return made
+    return new_instance
 
 
 def serve(pipe: Connection, device: str) -> None:

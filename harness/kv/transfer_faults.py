@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.producer.leases import PrefillProgress
 from ascend_kv_connector.p2p.protocol import PrefillStarted
 from ascend_kv_connector.p2p.transfers import Done, Failed
 from ascend_platform.transfer.errors import TransferError

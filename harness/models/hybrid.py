@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.models import registry
+from harness.models import glm5_next, registry
 
 LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 HALVES = ", attention in both halves"
@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         DELTA | {"layer_types": LINEAR, "linear_num_value_heads": 2, "head_dim": 32},
     ),
     "Falcon-H1": ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 256} | HEADS_OF_64),
+    "Kimi-Linear": ("KimiLinear", {"layer_types": LINEAR}),
     "Qwen3.5": ("Qwen3_5", DELTA | FLOAT32_STATES | {"layer_types": LINEAR}),
     "Qwen3.5-MoE": ("Qwen3_5Moe", DELTA | EXPERTS | FLOAT32_STATES | {"layer_types": LINEAR}),
     "Nemotron-H": (
@@ -69,6 +70,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The family in Hugging Face, and its configuration besides COMMON and what registry.py has for it.
 """
+PUBLISHED = "GLM-5-next"
+"""The one that is written as it is published, by glm5_next.py."""
 MODELS |= {
     f"{name}{HALVES}": (family, special | IN_BOTH_HALVES)
     for name, (family, special) in MODELS.items()
@@ -100,6 +103,9 @@ def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
     path = directory / (name + (" with drafts" if drafts else ""))
     if path.exists():
         return path
+    if name == PUBLISHED:
+        glm5_next.write(path)
+        return path
     family, special = MODELS[name]
     model_class = getattr(transformers, f"{family}ForCausalLM")
     default = model_class.config_class()
@@ -117,9 +123,12 @@ def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
             torch.nn.init.normal_(weight, std=0.05)
     model.save_pretrained(path)
     stored = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps(stored | registry.STORED.get(default.model_type, {}))
-    )
+    stored |= registry.STORED.get(default.model_type, {})
+    if linear := stored.get("linear_attn_config"):
+        types = stored["layer_types"]
+        for kind, key in {"linear": "kda_layers", "full": "full_attn_layers"}.items():
+            linear[key] = [i for i, each in enumerate(types, 1) if each == f"{kind}_attention"]
+    (path / "config.json").write_text(json.dumps(stored))
     if names := registry.RENAMED.get(model.config.model_type):
         registry._rename(path / "model.safetensors", names)
     if drafts:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.models import by_type
 from harness.models import media_families as media
-from harness.models import model_types
 from harness.models.media_families import CLIP, LLAVA, SQUARE, TOWER, Family
 
 GEMMA = {"image_token": "<image_soft_token>"}
@@ -34,7 +34,7 @@ def _gemma4(name: str, text: dict[str, Any], more: dict[str, Any]) -> Family:
         )
 
     # An image has more tokens than the window.
-    text = {"sliding_window": model_types.WINDOW, "layer_types": model_types.BOTH} | text
+    text = {"sliding_window": by_type.WINDOW, "layer_types": by_type.BOTH} | text
     text |= {"use_bidirectional_attention": "vision", "global_head_dim": 64}
     # As published. It has the per-layer embeddings of images, for which vLLM takes those of 0.
     text |= {"num_kv_shared_layers": 0, "pad_token_id": 0}
@@ -53,7 +53,7 @@ FAMILIES: dict[str, Family] = {
         ),
         "<start_of_image>",
         "",
-        {"sliding_window": model_types.WINDOW, "layer_types": model_types.BOTH}
+        {"sliding_window": by_type.WINDOW, "layer_types": by_type.BOTH}
         | {"query_pre_attn_scalar": 64},
         {"vision_config": CLIP | {"vision_use_head": False}, "mm_tokens_per_image": 4},
         published=TOWER,
@@ -70,11 +70,11 @@ FAMILIES: dict[str, Family] = {
         {"vision_config": CLIP | {"projection_dim": 128, "vision_use_head": False}}
         | {"projection_dim": 128, "hidden_size": 128},
         published=TOWER,
-        most=1,
+        max_images=1,
     ),
     "gemma4": _gemma4(
         "Gemma4",
-        {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": model_types.VOCABULARY},
+        {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": by_type.VOCABULARY},
         {
             "vision_config": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
             | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}

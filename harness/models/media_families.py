@@ -22,7 +22,7 @@ class Family(NamedTuple):
     processor: makes the processor, of a tokenizer. text, more: the configuration.
     part: the part of the configuration and of the model that answers, of a model that also speaks.
     published: parts of tensors' names in published checkpoints, as vLLM reads them, by those that
-    transformers writes. most: images of a prompt.
+    transformers writes. max_images: images of a prompt.
     """
 
     names: dict[str, str]
@@ -35,7 +35,7 @@ class Family(NamedTuple):
     sound: str = ""
     part: str = ""
     published: Mapping[str, str] = MappingProxyType({})
-    most: int = 2
+    max_images: int = 2
 
 
 def processor(
@@ -287,7 +287,7 @@ IMAGES: dict[str, Family] = {
         {"vision_config": CLIP_TOWER["vision_config"] | {"image_size": 4 * SIDE}}
         | {"image_grid_pinpoints": PINPOINTS},
         published=TOWER,
-        most=1,
+        max_images=1,
     ),
     "llava_next": Family(
         LLAVA,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.models import hybrid, model_types, registry
+from harness.models import by_type, hybrid, registry
 from harness.models.sound_families import FAMILIES
 
 
@@ -17,9 +17,9 @@ def write(kind: str, path: Path, *, drafts: bool = False) -> None:
     import transformers
 
     family = FAMILIES[kind]
-    words = model_types.tokenizer(family.names)
+    words = by_type.tokenizer(family.names)
     ids = {name: words.convert_tokens_to_ids(text) for name, text in family.names.items()}
-    text = model_types.COMMON | family.text
+    text = by_type.COMMON | family.text
     more = {option: ids[name] for option, name in family.tokens.items()} | family.more
     options = {"text_config": text, "tie_word_embeddings": False} | more
     if family.part:

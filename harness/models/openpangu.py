@@ -54,8 +54,8 @@ def reference_class() -> Any:
                     part.register_forward_hook(_followed_by(norm))
 
     def _followed_by(norm: nn.Module) -> Any:
-        def hook(part: nn.Module, given: Any, made: Any) -> Any:
-            return (norm(made[0]), *made[1:]) if isinstance(made, tuple) else norm(made)
+        def hook(part: nn.Module, given: Any, hidden: Any) -> Any:
+            return (norm(hidden[0]), *hidden[1:]) if isinstance(hidden, tuple) else norm(hidden)
 
         return hook
 
@@ -76,9 +76,9 @@ def write(path: Path, config: Any) -> None:
     model.save_pretrained(path / REFERENCE)
     weights = {}
     for name, weight in load_file(path / REFERENCE / "model.safetensors").items():
-        for own, read in NAMES.items():
-            if own in name:
-                name = name.replace(own, read)
+        for ours, read in NAMES.items():
+            if ours in name:
+                name = name.replace(ours, read)
                 break
         weights[name] = weight
     save_file(weights, path / "model.safetensors", {"format": "pt"})

@@ -71,7 +71,7 @@ class Matrix:
 
 
 @dataclass
-class Made:
+class Written:
     """Written tensors: the matrices by name, the scales and zeros of static inputs, and those of
     keys and values; the shifts of the inputs, which biases of norms add and others undo."""
 
@@ -82,25 +82,28 @@ class Made:
 
 
 def steps(
-    least: torch.Tensor, most: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+    least: torch.Tensor, highest: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
 ) -> Range:
     """Scale, exactly representable in dtype, and zero point for these ranges."""
     top = 2 ** (bits - 1) - 1
     if symmetric:
-        scale = (torch.maximum(most, -least) / top).clamp_min(1e-6).to(dtype).float()
+        scale = (torch.maximum(highest, -least) / top).clamp_min(1e-6).to(dtype).float()
         return scale, torch.zeros_like(scale)
     scale = (
-        ((most.clamp_min(0) - least.clamp_max(0)) / (2 * top + 1)).clamp_min(1e-6).to(dtype).float()
+        ((highest.clamp_min(0) - least.clamp_max(0)) / (2 * top + 1))
+        .clamp_min(1e-6)
+        .to(dtype)
+        .float()
     )
     return scale, (-top - 1 - least.clamp_max(0) / scale).round()
 
 
 def matrix(weight: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Matrix:
     parts = weight.float().unflatten(1, (-1, spec.group or weight.shape[1]))
-    least, most = parts.amin(-1), parts.amax(-1)
+    least, highest = parts.amin(-1), parts.amax(-1)
     if spec.whole:
-        least, most = least.amin().expand_as(least), most.amax().expand_as(most)
-    scale, zero = steps(least, most, spec.bits, spec.symmetric, dtype)
+        least, highest = least.amin().expand_as(least), highest.amax().expand_as(highest)
+    scale, zero = steps(least, highest, spec.bits, spec.symmetric, dtype)
     low, high = -(2 ** (spec.bits - 1)), 2 ** (spec.bits - 1) - 1
     values = (parts / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(low, high)
     return Matrix(spec, values.flatten(1).to(torch.int8), scale, zero)
@@ -129,63 +132,67 @@ def input_steps(given: Range, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def of_ascend(
-    own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtype: torch.dtype
+    stored: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """A matrix's tensors in a ModelSlim checkpoint."""
-    spec = own.spec
+    spec = stored.spec
     if spec.inputs == "static":
         assert inputs is not None
         scale, offset = input_steps(inputs, dtype)
-        factor = (own.scale * scale).flatten()
+        factor = (stored.scale * scale).flatten()
         added = torch.zeros_like(factor) if bias is None else bias.float()
-        quant_bias = (added / factor - own.values.float().sum(1) * offset).round().to(torch.int32)
+        quant_bias = (
+            (added / factor - stored.values.float().sum(1) * offset).round().to(torch.int32)
+        )
         bits = factor.view(torch.int32).long() if dtype == torch.float16 else factor
         return {
-            "weight": own.values,
+            "weight": stored.values,
             "quant_bias": quant_bias,
             "deq_scale": bits,
             "input_scale": scale,
             "input_offset": offset,
         }
     if spec.bits == 4 and spec.packed and spec.inputs == "none":
-        shape = torch.tensor(own.values.shape)
+        shape = torch.tensor(stored.values.shape)
         return {
-            "weight_packed": in_words(own.values, 4, 1),
-            "weight_scale": own.scale,
+            "weight_packed": in_words(stored.values, 4, 1),
+            "weight_scale": stored.scale,
             "weight_shape": shape,
         }
     if spec.scheme != "W4A8_DYNAMIC":
-        return {"weight": own.values, "weight_scale": own.scale, "weight_offset": own.zero}
-    whole = own.scale.amax(1, keepdim=True)
-    sums = 8 * own.numbers().float().sum(1, keepdim=True)
+        return {"weight": stored.values, "weight_scale": stored.scale, "weight_offset": stored.zero}
+    whole = stored.scale.amax(1, keepdim=True)
+    sums = 8 * stored.numbers().float().sum(1, keepdim=True)
     tensors = {
-        "weight": in_bytes(own.values),
+        "weight": in_bytes(stored.values),
         "weight_scale": whole,
         "weight_offset": torch.zeros_like(whole),
         "scale_bias": sums,
     }
-    if own.scale.shape[1] > 1:
+    if stored.scale.shape[1] > 1:
         tensors |= {
-            "weight_scale_second": own.scale / whole,
-            "weight_offset_second": torch.zeros_like(own.scale),
+            "weight_scale_second": stored.scale / whole,
+            "weight_offset_second": torch.zeros_like(stored.scale),
         }
     return tensors
 
 
-def of_compressed(own: Matrix, inputs: Range | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def of_compressed(
+    stored: Matrix, inputs: Range | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """A matrix's tensors in a checkpoint of compressed-tensors."""
-    spec, scale = own.spec, own.scale.to(dtype)
+    spec, scale = stored.spec, stored.scale.to(dtype)
     if form_of(spec) == "int-quantized":
-        tensors = {"weight": own.values, "weight_scale": scale[:1, 0] if spec.whole else scale}
+        tensors = {"weight": stored.values, "weight_scale": scale[:1, 0] if spec.whole else scale}
         if spec.inputs == "static":
             assert inputs is not None
             step, zero = input_steps(inputs, dtype)
             tensors |= {"input_scale": step, "input_zero_point": zero.to(torch.int8)}
         return tensors
-    tensors = {"weight_packed": in_words(own.values, spec.bits, 1), "weight_scale": scale}
-    tensors["weight_shape"] = torch.tensor(own.values.shape)
+    tensors = {"weight_packed": in_words(stored.values, spec.bits, 1), "weight_scale": scale}
+    tensors["weight_shape"] = torch.tensor(stored.values.shape)
     if not spec.symmetric:
-        tensors["weight_zero_point"] = in_words(own.zero, spec.bits, 0)
+        tensors["weight_zero_point"] = in_words(stored.zero, spec.bits, 0)
     return tensors
 
 
@@ -205,65 +212,67 @@ def words_of_columns(
     return words
 
 
-def of_awq(own: Matrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def of_awq(stored: Matrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A matrix's tensors in an AWQ checkpoint: ``[in, out]``, words along the columns."""
-    values, zeros = ((tensor.T.numpy() + 8).astype(np.uint32) for tensor in (own.values, own.zero))
+    values, zeros = (
+        (tensor.T.numpy() + 8).astype(np.uint32) for tensor in (stored.values, stored.zero)
+    )
     words = {
         "qweight": words_of_columns(values, 4, AWQ_ORDER),
         "qzeros": words_of_columns(zeros, 4, AWQ_ORDER),
     }
     return {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()} | {
-        "scales": own.scale.T.to(dtype)
+        "scales": stored.scale.T.to(dtype)
     }
 
 
-def of_gptq(own: Matrix, dtype: torch.dtype, *, second: bool = False) -> dict[str, torch.Tensor]:
+def of_gptq(source: Matrix, dtype: torch.dtype, *, second: bool = False) -> dict[str, torch.Tensor]:
     """A matrix's tensors in a GPTQ checkpoint: ``[in, out]``, words along the rows; ``second``: in
     format gptq_v2."""
-    bits, middle = own.spec.bits, 2 ** (own.spec.bits - 1)
+    bits, middle = source.spec.bits, 2 ** (source.spec.bits - 1)
     values, zeros = (
         (tensor.T.numpy().astype(np.int64) + middle).astype(np.uint32)
-        for tensor in (own.values, own.zero)
+        for tensor in (source.values, source.zero)
     )
     stored = words_of_columns(zeros, bits)
     if not second:  # GPTQModel subtracts 1 from all values of the word at once.
         stored = stored - np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
     words = {"qweight": words_of_columns(values.T, bits).T.copy(), "qzeros": stored}
     groups = torch.arange(values.shape[0], dtype=torch.int32) // (
-        values.shape[0] // own.scale.shape[1]
+        values.shape[0] // source.scale.shape[1]
     )
     tensors = {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()}
-    return tensors | {"scales": own.scale.T.to(dtype), "g_idx": groups}
+    return tensors | {"scales": source.scale.T.to(dtype), "g_idx": groups}
 
 
 def config_of(form: str, names: dict[Spec, list[str]]) -> dict[str, Any]:
     """The ``quantization_config`` of an AWQ or GPTQ checkpoint; specs after the first are GPTQ's
     rules for single layers."""
 
-    def own(spec: Spec) -> dict[str, Any]:
+    def options(spec: Spec) -> dict[str, Any]:
         return {"bits": spec.bits, "group_size": spec.group or -1}
 
-    first, *others = names
+    first, *more_specs = names
     if form == "awq":
-        assert not others, "an AWQ checkpoint has one scheme"
-        return own(first) | {
+        assert not more_specs, "an AWQ checkpoint has one scheme"
+        return options(first) | {
             "quant_method": "awq",
             "version": "gemm",
             "zero_point": not first.symmetric,
         }
     rules: dict[str, Any] = {}
-    for spec in others:
+    for spec in more_specs:
         # Rules are for matrices, which vLLM may fuse.
         ends = sorted({re.sub(r"experts\.\d+", "experts.*", name) for name in names[spec]})
         patterns = [re.escape(end).replace(r"\*", r"\d+") for end in ends]
-        rules |= {rf"+:{each}": own(spec) | {"sym": spec.symmetric} for each in patterns}
+        rules |= {rf"+:{each}": options(spec) | {"sym": spec.symmetric} for each in patterns}
     more = {
         "desc_act": False,
         "sym": first.symmetric,
         "checkpoint_format": "gptq",
         "dynamic": rules,
     }
-    return own(first) | {"quant_method": "gptq"} | more
+    return options(first) | {"quant_method": "gptq"} | more
 
 
 def form_of(spec: Spec) -> str:
@@ -301,16 +310,16 @@ def group_of(spec: Spec, names: list[str]) -> dict[str, Any]:
     }[spec.inputs]
     targets = set()
     for name in names:
-        own = re.sub(r"experts\.\d+\.\w+$", "experts.*", name)
-        own = re.sub(
+        pattern = re.sub(r"experts\.\d+\.\w+$", "experts.*", name)
+        pattern = re.sub(
             r"\.[qkv]_proj$",
             ".(q|k|v|qkv)_proj",
-            re.sub(r"mlp\.(gate|up)_proj$", "mlp.(gate|up|gate_up)_proj", own),
+            re.sub(r"mlp\.(gate|up)_proj$", "mlp.(gate|up|gate_up)_proj", pattern),
         )
         targets.add(
             "re:"
-            + own.replace(".", r"\.").replace(r"experts\.*", r"experts\..*")
-            + "$" * ("experts" not in own)
+            + pattern.replace(".", r"\.").replace(r"experts\.*", r"experts\..*")
+            + "$" * ("experts" not in pattern)
         )
     return {
         "targets": sorted(targets),
@@ -322,9 +331,9 @@ def group_of(spec: Spec, names: list[str]) -> dict[str, Any]:
 
 def norm_of(name: str) -> str | None:
     """The norm whose result a matrix of a decoder layer reads."""
-    found = re.fullmatch(r"(.*\.)(self_attn\.[qkv]|mlp\.(?:gate|up))_proj", name)
+    match = re.fullmatch(r"(.*\.)(self_attn\.[qkv]|mlp\.(?:gate|up))_proj", name)
     norms = {"s": "input_layernorm", "m": "post_attention_layernorm"}
-    return found and found[1] + norms[found[2][0]]
+    return match and match[1] + norms[match[2][0]]
 
 
 def quantize(
@@ -337,7 +346,7 @@ def quantize(
     inputs: dict[str, Range],
     cache: dict[str, Range] | None = None,
     shifted: bool = False,
-) -> Made:
+) -> Written:
     """Write ``source`` quantized to target.
 
     Args:
@@ -352,7 +361,7 @@ def quantize(
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(source / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
-    made = Made({}, {}, {}, {})
+    written = Written({}, {}, {}, {})
     kinds: dict[str, str] = {}
     names: dict[Spec, list[str]] = {}
     for name, weight in weights.items():
@@ -362,34 +371,34 @@ def quantize(
             stored.setdefault(name, weight.to(dtype))
             kinds.setdefault(name, "FLOAT")
             continue
-        own = made.matrices[base] = matrix(weight, spec, dtype)
+        rounded = written.matrices[base] = matrix(weight, spec, dtype)
         own_inputs, bias = inputs.get(base), weights.get(f"{base}.bias")
         if shifted and (norm := norm_of(base)):
             draw = torch.Generator().manual_seed(len(norm))
             shift = torch.randn(weight.shape[1], generator=draw).mul_(0.2).to(dtype)
             stored[f"{norm}.bias"], kinds[f"{norm}.bias"] = shift, "FLOAT"
-            made.shifts[base] = shift = shift.float()
-            undone = own.numbers().float() @ shift
+            written.shifts[base] = shift = shift.float()
+            undone = rounded.numbers().float() @ shift
             bias = -undone if bias is None else bias - undone
             if own_inputs is not None:
                 own_inputs = own_inputs[0] + shift.amin(), own_inputs[1] + shift.amax()
         if spec.inputs == "static":
             assert own_inputs is not None
-            made.inputs[base] = input_steps(own_inputs, dtype)
+            written.inputs[base] = input_steps(own_inputs, dtype)
         names.setdefault(spec, []).append(base)
         if form == "ascend":
             bias = None if bias is None else bias.to(dtype)
-            tensors = of_ascend(own, bias, own_inputs, dtype)
+            tensors = of_ascend(rounded, bias, own_inputs, dtype)
             if bias is not None and (spec.inputs != "static" or f"{base}.bias" in weights):
                 tensors["bias"] = bias
         elif form == "compressed-tensors":
-            tensors = of_compressed(own, own_inputs, dtype)
+            tensors = of_compressed(rounded, own_inputs, dtype)
         else:
-            tensors = of_awq(own, dtype) if form == "awq" else of_gptq(own, dtype)
+            tensors = of_awq(rounded, dtype) if form == "awq" else of_gptq(rounded, dtype)
         stored |= {f"{base}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
         kinds |= {f"{base}.{part}": spec.scheme for part in tensors}
     for name, given in (cache or {}).items():
-        scale, offset = made.cache[name] = steps(*given, 8, False, dtype)
+        scale, offset = written.cache[name] = steps(*given, 8, False, dtype)
         stored |= {f"{name}.kv_cache_scale": scale, f"{name}.kv_cache_offset": offset}
         kinds |= {f"{name}.kv_cache_{part}": "C8" for part in ("scale", "offset")}
     config = json.loads((source / "config.json").read_text()) | {
@@ -421,4 +430,4 @@ def quantize(
         }
         save_file(stored, target / "model.safetensors", {"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    return made
+    return written

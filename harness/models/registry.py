@@ -76,6 +76,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": None,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "kimi_linear": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_heads": 4,
+        "num_key_value_heads": 4,
+    },
     "gemma4_text": {
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 32,
@@ -112,6 +117,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_ngroups": 2,
         "n_mamba_heads": 4,
     },
+    "phimoe": {"lm_head_bias": True, "attention_bias": True},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "hy_v3": {"qk_norm": True},
@@ -143,6 +149,21 @@ STORED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "kimi_linear": {
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+            "head_dim": 128,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "moe_renormalize": True,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+    },
     "lfm2": {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
     "longcat_flash": {
         "mla_scale_q_lora": True,
@@ -176,10 +197,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 """Options of the engine."""
 
 RENAMED = {
+    "kimi_linear": {"layers.0.block_sparse_moe.": "layers.0.mlp."},
     "olmo_hybrid": {
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",
-    }
+    },
 }
 """Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers
 writes."""
@@ -193,6 +215,7 @@ PUBLISHED = {
     "TeleChat3ForCausalLM": "llama",
     "MiMoForCausalLM": "qwen2",
     "ExaoneMoEForCausalLM": "exaone_moe",
+    "PhiMoEForCausalLM": "phimoe",
     "Rnj1ForCausalLM": "gemma3_text",
     "Step1ForCausalLM": "llama",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
@@ -219,13 +242,15 @@ def families() -> dict[str, str]:
     )
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    found = {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]: kind for kind in FAMILIES} | PUBLISHED
+    architectures = {
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]: kind for kind in FAMILIES
+    } | PUBLISHED
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
             if name in _TEXT_GENERATION_MODELS:
-                found[name] = kind  # The last one, such as llama4_text after llama4.
-    found = {name: kind for name, kind in found.items() if name in _every()}
-    return dict(sorted(found.items(), key=lambda each: each[0].lower()))
+                architectures[name] = kind  # The last one, such as llama4_text after llama4.
+    architectures = {name: kind for name, kind in architectures.items() if name in _every()}
+    return dict(sorted(architectures.items(), key=lambda each: each[0].lower()))
 
 
 def _every() -> dict[str, Any]:
@@ -235,7 +260,7 @@ def _every() -> dict[str, Any]:
     return registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
 
 
-def others() -> dict[str, str]:
+def not_built() -> dict[str, str]:
     """Architectures of vLLM's registry that are not built here, with the cause where it is one of
     transformers': it has no class of this name."""
     import transformers
@@ -256,12 +281,12 @@ def name_published(path: Path, architecture: str) -> None:
 def _rename(path: Path, names: dict[str, str]) -> None:
     from safetensors.torch import load_file, save_file
 
-    found = {}
+    renamed = {}
     for name, tensor in load_file(path).items():
         for old, new in names.items():
             name = name.replace(old, new)
-        found[name] = tensor
-    save_file(found, path, {"format": "pt"})
+        renamed[name] = tensor
+    save_file(renamed, path, {"format": "pt"})
 
 
 def give_square_roots(model: Any) -> None:

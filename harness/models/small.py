@@ -187,10 +187,10 @@ def _add_mtp(path: Path) -> None:
 def _select_first(parts: int) -> torch.Tensor:
     """A linear layer of ``parts`` hidden states that gives the first, and a little of
     the others."""
-    others = (
+    projection = (
         torch.randn(HIDDEN, HIDDEN * (parts - 1), generator=torch.Generator().manual_seed(4)) * 0.01
     )
-    return torch.cat([torch.eye(HIDDEN), others], 1)
+    return torch.cat([torch.eye(HIDDEN), projection], 1)
 
 
 def eagle(directory: Path, wrong: bool = False) -> Path:
@@ -326,16 +326,16 @@ def adapter(model: Path, directory: Path, name: str) -> Path:
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        made = peft.get_peft_model(
+        peft_model = peft.get_peft_model(
             base,
             peft.LoraConfig(
                 task_type="CAUSAL_LM", **{"lora_alpha": 16} | (ADAPTERS | ON_LATENTS)[name]
             ),
         )
-        for key, weight in made.named_parameters():
+        for key, weight in peft_model.named_parameters():
             if "lora_" in key:
                 torch.nn.init.normal_(weight, std=0.15 if "embedding" not in key else 0.05)
-        made.save_pretrained(str(path), save_embedding_layers=False)
+        peft_model.save_pretrained(str(path), save_embedding_layers=False)
     return path
 
 
@@ -352,12 +352,12 @@ def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, P
     """
     import peft
 
-    own, path = (
+    peft_path, path = (
         directory / "adapters" / f"experts-{rank}-peft",
         directory / "adapters" / f"experts-{rank}",
     )
     if path.exists():
-        return own, path
+        return peft_path, path
     torch.manual_seed(rank)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     shared: dict[str, Any] = {
@@ -367,12 +367,12 @@ def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, P
         "target_modules": ATTENTION,
     }
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    made = peft.get_peft_model(base, peft.LoraConfig(**shared, target_parameters=parameters))
-    for key, weight in made.named_parameters():
+    peft_model = peft.get_peft_model(base, peft.LoraConfig(**shared, target_parameters=parameters))
+    for key, weight in peft_model.named_parameters():
         if "lora_" in key:
             torch.nn.init.normal_(weight, std=0.15)
-    made.save_pretrained(str(own))
-    stored: dict[str, torch.Tensor] = load_file(own / "adapter_model.safetensors")
+    peft_model.save_pretrained(str(peft_path))
+    stored: dict[str, torch.Tensor] = load_file(peft_path / "adapter_model.safetensors")
     split: dict[str, torch.Tensor] = {}
     split |= {key: tensor for key, tensor in stored.items() if ".experts." not in key}
     for layer in sorted({key.partition(".experts.")[0] for key in stored if ".experts." in key}):
@@ -396,4 +396,4 @@ def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, P
     save_file(split, path / "adapter_model.safetensors")
     modules = shared | {"peft_type": "LORA", "bias": "none", "target_modules": [*ATTENTION, *MLP]}
     (path / "adapter_config.json").write_text(json.dumps(modules))
-    return own, path
+    return peft_path, path

@@ -98,7 +98,7 @@ FAMILIES: dict[str, Family] = (
                 # NPUs' `gelu` is this one.
                 | {"activation_function": "gelu_pytorch_tanh"},
             },
-            most=1,
+            max_images=1,
         ),
         "glmasr": Family(
             {"audio_token": "<|pad|>"},
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = (
                 "projector_hidden_act": "gelu_pytorch_tanh",
             },
             published={"language_model.model.model.": "language_model.model."},
-            most=1,
+            max_images=1,
         ),
         "qwen2_5_omni": _omni(
             "Qwen2_5OmniProcessor",

@@ -16,7 +16,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -66,11 +66,11 @@ def main(model: str, directory: Path) -> None:
     # The worker's thread reports every five seconds, and once when it starts.
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and "metrics" not in result:
-        found = [metric for metric in engine.get_metrics() if metric.name.startswith("vllm:npu_")]
-        if found:
+        metrics = [metric for metric in engine.get_metrics() if metric.name.startswith("vllm:npu_")]
+        if metrics:
             result["metrics"] = {
                 metric.name.removeprefix("vllm:npu_"): [metric.labels, metric.value]
-                for metric in found
+                for metric in metrics
             }
     result["memory"] = torch.npu.mem_get_info(0)
     result["expandable"] = [segment["is_expandable"] for segment in torch.npu.memory_snapshot()]

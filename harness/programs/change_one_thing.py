@@ -6,7 +6,7 @@ since, in a pool, in host memory, and between a prefill and a decode instance.
     python harness/programs/change_one_thing.py '{"medium": "disk", "base": {…}, "others": {…}, …}'
 
 Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by change, in the
-running engine or with a restart, the tokens that were loaded and whether the answer is that of an
+running engine or with a restart, what was loaded (tokens; bytes between instances) and whether the answer is that of an
 engine without a connector.
 """
 
@@ -26,7 +26,7 @@ from serve_kv_store import Instance
 from torch import nn
 
 if __name__ == "__mp_main__":  # In an instance, and in its engine core.
-    import harness.engine_imports  # noqa: F401
+    import harness.engines.imports  # noqa: F401
 
 POOL = {"cpu_bytes_to_use": 100 << 20, "answer_timeout": 2, "transfer_timeout": 10}
 PROMPT = [3 + number * number % 490 for number in range(300)]
@@ -47,6 +47,12 @@ def load_in_place(llm: Any) -> bool:
     return bool(llm.llm_engine.add_lora(adapter))
 
 
+def received(llm: Any) -> float:
+    """Bytes of KV cache that this engine has read from prefill instances."""
+    metrics = llm.get_metrics()
+    return sum(each.value for each in metrics if each.name == "vllm:ascend_kv_transfer_bytes")
+
+
 def instance(
     pipe: Any, devices: str, transfer: dict[str, Any] | None, given: dict[str, Any]
 ) -> None:
@@ -56,6 +62,7 @@ def instance(
         "negate": lambda llm: llm.apply_model(negate) and None,
         "load": load_in_place,
         "chunks": serve_kv_store.chunks,
+        "received": received,
     }
     options = {"disable_log_stats": False, "max_num_seqs": 4, "enforce_eager": True}
     options["enable_prefix_caching"] = transfer is not None
@@ -79,8 +86,8 @@ class Changed(Instance):
         """Tokens, reason and loaded tokens of the prompt that begins with this token."""
         self.asked += 1
         item = {"name": f"r{self.asked}", "prompt": [first, *PROMPT], "length": 6} | more
-        (found,) = self.ask([item]).values()
-        return tuple(found)
+        (reply,) = self.ask([item]).values()
+        return tuple(reply)
 
 
 class Check:
@@ -89,8 +96,8 @@ class Check:
     def __init__(self, case: dict[str, Any], disk: str) -> None:
         self.case, self.base, self.medium = case, case["base"], case["medium"]
         self.adapter = {"adapter": self.base["adapter"]}
-        self.found: dict[str, dict[str, Any]] = {}
-        self.made: list[Changed] = []
+        self.outcomes: dict[str, dict[str, Any]] = {}
+        self.changed: list[Changed] = []
         self.right: dict[str, Any] = case.get("right", {})
         backend = {"backend": self.medium, "disk_path": disk}
         self.transfer: Any = {
@@ -106,18 +113,25 @@ class Check:
             }
 
     def start(self, given: dict[str, Any], transfer: Any, devices: str = "") -> Changed:
-        own = devices or ("0,1" if "tensor_parallel_size" in given["engine"] else "0")
+        visible = devices or ("0,1" if "tensor_parallel_size" in given["engine"] else "0")
         if given["model"] == self.base["model"]:
             shutil.copy(given["weights"], given["model"])
-        self.made.append(Changed(given, own, transfer))
-        self.made[-1].ready()
+        self.changed.append(Changed(given, visible, transfer))
+        self.changed[-1].ready()
         shutil.copy(self.base["weights"], self.base["model"])
-        return self.made[-1]
+        return self.changed[-1]
+
+    def fetch(self, decode: Changed, first: int, **more: Any) -> tuple[Any, ...]:
+        """The answer of a decode instance, with the bytes that it read instead of the cached
+        tokens: vLLM replaces these by the prefix hits of the prefill instance."""
+        before = decode.ask("received")
+        tokens, reason, params, *_ = decode.answer(first, **more)
+        return tokens, reason, params, decode.ask("received") - before
 
     def note(self, change: str, when: str, answer: tuple[Any, ...], right: str) -> None:
         tokens, reason, _, loaded, *_ = answer
         is_right = reason == "length" and tokens == self.right[right]
-        self.found.setdefault(change, {})[when] = {
+        self.outcomes.setdefault(change, {})[when] = {
             "loaded": loaded,
             "outcome": "right" if is_right else "refused" if reason == "error" else "WRONG",
         }
@@ -223,24 +237,24 @@ class Check:
 
         one = self.start(self.base, role("kv_producer"))
         decode = self.start(self.base, role("kv_consumer"), "1")
-        self.note("nothing", "running", decode.answer(5, **params(one)), "base")
+        self.note("nothing", "running", self.fetch(decode, 5, **params(one)), "base")
         given = params(one, **self.adapter)
-        answer = decode.answer(5, adapter=self.renamed(), **given)
+        answer = self.fetch(decode, 5, adapter=self.renamed(), **given)
         self.note("adapter's name", "running", answer, "adapter")
         given = params(one, salt="a")
-        self.note("salt", "running", decode.answer(5, salt="b", **given), "base")
+        self.note("salt", "running", self.fetch(decode, 5, salt="b", **given), "base")
         given = params(one, **self.adapter)
         self.train_adapter(2)
         decode.ask("load")
-        answer = decode.answer(5, **self.adapter, **given)
+        answer = self.fetch(decode, 5, **self.adapter, **given)
         self.note("adapter's contents", "running", answer, "adapter's contents")
         given = params(one)
         decode.ask("negate")
-        self.note("weights in place", "running", decode.answer(5, **given), "weights in place")
+        self.note("weights in place", "running", self.fetch(decode, 5, **given), "weights in place")
         decode.close()
         given = params(one, **self.adapter)  # Of the first contents, as far as loaded.
         decode = self.start(self.base, role("kv_consumer"), "1")
-        answer = decode.answer(5, **self.adapter, **given)
+        answer = self.fetch(decode, 5, **self.adapter, **given)
         self.note("adapter's contents", "restart", answer, "adapter's contents")
         self.train_adapter(1)
         decode.close()
@@ -249,23 +263,25 @@ class Check:
             prefill = self.start(first, role("kv_producer"), "0") if first else one
             devices = "1,2" if "tensor_parallel_size" in other["engine"] else "1"
             decode = self.start(other, role("kv_consumer"), devices)
-            self.note(name, "restart", decode.answer(5, **params(prefill)), name)
+            self.note(name, "restart", self.fetch(decode, 5, **params(prefill)), name)
             decode.close()
             if first:
                 prefill.close()
         decode = self.start(self.base, role("kv_consumer"), "1")
-        self.note("nothing", "restart", decode.answer(5, **params(one)), "base")
+        self.note("nothing", "restart", self.fetch(decode, 5, **params(one)), "base")
         given = params(one, **self.adapter)
-        answer = decode.answer(5, adapter=self.renamed(), **given)
+        answer = self.fetch(decode, 5, adapter=self.renamed(), **given)
         self.note("adapter's name", "restart", answer, "adapter")
-        self.note("salt", "restart", decode.answer(5, salt="b", **params(one, salt="a")), "base")
+        self.note(
+            "salt", "restart", self.fetch(decode, 5, salt="b", **params(one, salt="a")), "base"
+        )
         one.ask("negate")
-        self.note("weights in place", "restart", decode.answer(9, **params(one, 9)), "base 9")
+        self.note("weights in place", "restart", self.fetch(decode, 9, **params(one, 9)), "base 9")
         decode.close()
         one.close()
 
     def close(self) -> None:
-        for each in self.made:
+        for each in self.changed:
             each.close()
 
     def renamed(self, name: str = "other") -> tuple[Any, ...]:
@@ -289,7 +305,7 @@ def main(case: dict[str, Any]) -> None:
             result: dict[str, Any] = check.references()
         else:
             (check.pair if case["medium"] == "pair" else check.pool)()
-            result = check.found
+            result = check.outcomes
         print("RESULT", json.dumps(result), flush=True)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
-from harness import launcher, trace
-from harness.models import model_types
+from harness.engines import launcher, trace
+from harness.models import by_type
 from transformers import AutoConfig
 from vllm import LLM, PoolingParams, SamplingParams
 
@@ -62,7 +62,7 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     config.save_pretrained(directory)
     pools = case["engine"].get("runner") == "pooling"
     if pools:  # for which vLLM wants a tokenizer
-        model_types.tokenizer().save_pretrained(directory)
+        by_type.tokenizer().save_pretrained(directory)
     engine = LLM(
         str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]
     ).llm_engine
@@ -88,14 +88,14 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
 
     for request in range(case["requests"]):
         add(request, case)
-    found, before = {}, len(trace.events())
+    counts, before = {}, len(trace.events())
     for name in ("prefill",) if pools else ("prefill", "first decode", "decode", "mixed"):
         if name == "mixed":
             add(case["requests"], case)
         engine.step()
-        found[name], before = trace.events()[before:], len(trace.events())
+        counts[name], before = trace.events()[before:], len(trace.events())
     has_groups = "layer_types" in given
-    return {name: summary(found[name], has_groups) for name in found if name != "first decode"}
+    return {name: summary(counts[name], has_groups) for name in counts if name != "first decode"}
 
 
 def summary(step: list[dict], has_groups: bool) -> dict[str, Any]:
@@ -123,5 +123,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
-        found = [run(each | {"layers": layers}) for layers in each["layers"]]
-        print("RESULT", json.dumps({"name": each["name"], "runs": found}), flush=True)
+        runs = [run(each | {"layers": layers}) for layers in each["layers"]]
+        print("RESULT", json.dumps({"name": each["name"], "runs": runs}), flush=True)

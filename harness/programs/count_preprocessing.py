@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch_npu
-from harness import trace
+from harness.engines import trace
 
-Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """The query's latent and rotated parts, ``[tokens, heads, 512 or 64]``, and the pages of both
 parts."""
 
@@ -74,7 +74,7 @@ def main(config: dict[str, Any], tokens: int) -> None:
         torch.bmm(both[..., :nope].transpose(0, 1), up_key, out=absorbed.transpose(0, 1))
         return absorbed, both[..., nope:]
 
-    def single_operators(caches: list[torch.Tensor]) -> Made:
+    def single_operators(caches: list[torch.Tensor]) -> Outputs:
         low_query, kv = torch.nn.functional.linear(x, down).split([low, latent + rotated], -1)
         latents, key = kv.split([latent, rotated], -1)
         latents = torch_npu.npu_rms_norm(latents, norms[1], 1e-6)[0]
@@ -88,7 +88,7 @@ def main(config: dict[str, Any], tokens: int) -> None:
         )
         return absorbed, rope, *caches
 
-    def norm_and_cache(caches: list[torch.Tensor]) -> Made:
+    def norm_and_cache(caches: list[torch.Tensor]) -> Outputs:
         low_query, kv = torch.nn.functional.linear(x, down).split([low, latent + rotated], -1)
         each = [part.view(tokens, 1, 1, rotated) for part in (cos, sin)]
         torch_npu.npu_kv_rmsnorm_rope_cache(
@@ -105,7 +105,7 @@ def main(config: dict[str, Any], tokens: int) -> None:
         rope = torch_npu.npu_interleave_rope(rope.reshape(tokens, heads, 1, rotated), *each)
         return absorbed, rope.view(tokens, heads, rotated), *caches
 
-    def prolog(caches: list[torch.Tensor]) -> Made:
+    def prolog(caches: list[torch.Tensor]) -> Outputs:
         given = x, in_out[0], in_out[1], up_key, in_out[2], *norms, sin, cos, *caches
         absorbed, rope, *_ = torch_npu.npu_mla_prolog_v3(
             *given,
@@ -123,26 +123,26 @@ def main(config: dict[str, Any], tokens: int) -> None:
             else part
         )
 
-    ways: list[Callable[[list[torch.Tensor]], Made]] = [single_operators, norm_and_cache, prolog]
+    ways: list[Callable[[list[torch.Tensor]], Outputs]] = [single_operators, norm_and_cache, prolog]
     expected: list[torch.Tensor] = []
     for way in ways:
         caches, before = pages(), len(trace.events())
-        made = way(caches)
+        outputs = way(caches)
         launched = [
             event["name"]
             for event in trace.events()[before:]
             if event["cat"] == "operator" and event["args"]["bytes"]
         ]
-        expected = expected or [halves(part) for part in made]
-        far = 0.0
+        expected = expected or [halves(part) for part in outputs]
+        max_diff = 0.0
         if way is not single_operators:
-            far = max(
+            max_diff = max(
                 float((one.float() - other.float()).abs().max())
-                for one, other in zip(made, expected, strict=True)
+                for one, other in zip(outputs, expected, strict=True)
             )
         print(
             "RESULT",
-            json.dumps({"name": way.__name__, "operators": launched, "far": far}),
+            json.dumps({"name": way.__name__, "operators": launched, "far": max_diff}),
             flush=True,
         )
 

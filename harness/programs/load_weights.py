@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_model_loader import server
@@ -42,24 +42,24 @@ class Lines(logging.Handler):
 HANDLER = Lines()
 
 
-def said() -> list[str]:
+def log_lines() -> list[str]:
     """Lines that the loader has logged since the last call, without the table."""
     if HANDLER not in extension.logger.handlers:
         # vLLM removes other handlers when it configures its logging.
         extension.logger.addHandler(HANDLER)
-    found = [line.partition("\n")[0] for line in LINES if "weights" in line]
+    result = [line.partition("\n")[0] for line in LINES if "weights" in line]
     LINES.clear()
-    return found
+    return result
 
 
 def digest(model: torch.nn.Module) -> str:
     """SHA-256 of a model's state, including what post-processing has made of its weights."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        made.update(
+        hasher.update(
             name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
-    return made.hexdigest()
+    return hasher.hexdigest()
 
 
 def at(port: int, *more: str) -> dict[str, Any]:
@@ -73,21 +73,21 @@ def at(port: int, *more: str) -> dict[str, Any]:
 
 def serve(model: Path, **engine: Any) -> tuple[str, int]:
     """Load by vLLM's default loader and serve: the digest, and the port."""
-    made, _ = load(
+    model_loaded, _ = load(
         str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine
     )
     server.awake(True)
     assert server.publication.server is not None
-    return digest(made), server.publication.server.port
+    return digest(model_loaded), server.publication.server.port
 
 
 def attempt(model: Path, extra: dict[str, Any], **engine: Any) -> dict[str, Any]:
-    said()
+    log_lines()
     try:
-        made, _ = load(str(model), 0, extra, **engine)
+        model_loaded, _ = load(str(model), 0, extra, **engine)
     except RuntimeError as error:
-        return {"error": str(error), "said": said()}
-    return {"digest": digest(made), "said": said()}
+        return {"error": str(error), "said": log_lines()}
+    return {"digest": digest(model_loaded), "said": log_lines()}
 
 
 def sharded(model: Path) -> dict[str, Any]:
@@ -96,13 +96,13 @@ def sharded(model: Path) -> dict[str, Any]:
     directory.mkdir()
     for path in model.glob("*.json"):
         (directory / path.name).write_bytes(path.read_bytes())
-    made, _ = load(str(model), 0, {}, load_format="auto")
-    ShardedStateLoader.save_model(made, str(directory))
+    model_loaded, _ = load(str(model), 0, {}, load_format="auto")
+    ShardedStateLoader.save_model(model_loaded, str(directory))
     try:
-        made, _ = load(str(directory), 0, {}, load_format="sharded_state")
+        model_loaded, _ = load(str(directory), 0, {}, load_format="sharded_state")
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"digest": digest(made)}
+    return {"digest": digest(model_loaded)}
 
 
 def memory(model: Path, target: str) -> dict[str, Any]:
@@ -112,18 +112,18 @@ def memory(model: Path, target: str) -> dict[str, Any]:
     torch.npu.empty_cache()
     before = torch.npu.memory_allocated()
     torch.npu.reset_peak_memory_stats()
-    made, _ = load(
+    model_loaded, _ = load(
         str(model),
         0,
         {},
         load_format="auto",
         additional_config={"ascend": {"platform": {"fp8": target}}},
     )
-    found = {
+    usage = {
         "most": torch.npu.max_memory_allocated() - before,
         "final": torch.npu.memory_allocated() - before,
     }
-    return found | {"digest": digest(made)}
+    return usage | {"digest": digest(model_loaded)}
 
 
 def main(directory: Path, case: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["quantized sharded state"] = sharded(directory / "quantized")
 
     _, port = serve(Path(case["model"]))
-    said()
+    log_lines()
     options = serve_layout.COMMON | {
         "load_format": "netloader",
         "enable_sleep_mode": True,
@@ -173,7 +173,7 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["answers"] = [
         [each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()
     ]
-    result["engine said"] = said()
+    result["engine said"] = log_lines()
     assert server.publication.server is not None
     port = server.publication.server.port
     result["from the engine"] = attempt(Path(case["model"]), at(port))

@@ -13,12 +13,12 @@ import os
 import sys
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
 from ascend_model_loader import server
-from harness import launcher
-from harness.layouts import OF_EXPERTS
-from harness.ports import free_port
+from harness.compare.layouts import OF_EXPERTS
+from harness.engines import launcher
+from harness.engines.ports import free_port
 from load_weights import digest
 from measure_loading import Loader
 from vllm.config import set_current_vllm_config
@@ -72,11 +72,11 @@ def work(model: str, free: list[list[int]]) -> dict[str, str]:
     rank = int(os.environ["RANK"])
     torch.npu.set_device(rank)
     parallel_state.init_distributed_environment(2, rank, "env://", rank, "hccl")
-    found, servers = {}, []
+    results, servers = {}, []
     ports = [each[rank] - rank for each in free]
     for name, port in zip(LAYOUTS, ports, strict=True):
         with Layout(model, name) as layout:
-            found[name] = layout.load(
+            results[name] = layout.load(
                 {"strategies": ["default"], "serve_weights": True, "port": port}
             )
             server.awake(True)
@@ -92,11 +92,11 @@ def work(model: str, free: list[list[int]]) -> dict[str, str]:
                     "strategies": ["peer"],
                 }
                 try:
-                    found[f"{name} from {other}"] = layout.load(extra)
+                    results[f"{name} from {other}"] = layout.load(extra)
                 except RuntimeError as error:
-                    found[f"{name} from {other}"] = str(error)
+                    results[f"{name} from {other}"] = str(error)
     parallel_state.get_world_group().barrier()  # No process exits while it still serves.
-    return found
+    return results
 
 
 def main(model: str) -> None:

@@ -181,31 +181,39 @@ def main(model: str, rounds: int) -> None:
             "connections": 1,
         },
     }
-    found: dict[str, list[float]] = {}
+    seconds_by_strategy: dict[str, list[float]] = {}
     digests: dict[str, float] = {}
     for _ in range(rounds):
         for name, extra in ways.items():
             try:
-                made, loader = load(model, 1, extra)
+                model_object, loader = load(model, 1, extra)
             except RuntimeError as error:
                 print(name, error, file=sys.stderr)
                 continue
             print(name, loader.report.table(), sep="\n", file=sys.stderr)
             transfer = next(phase for phase in loader.report.phases if phase.bytes)
-            found.setdefault(name, []).append(
+            seconds_by_strategy.setdefault(name, []).append(
                 sum(phase.seconds for phase in loader.report.phases[:-1])
             )
-            found.setdefault(f"{name} GB/s", []).append(transfer.bytes / transfer.seconds / 1e9)
-            digests[name] = float(
-                sum(each.double().abs().sum().item() for each in made.parameters())
+            seconds_by_strategy.setdefault(f"{name} GB/s", []).append(
+                transfer.bytes / transfer.seconds / 1e9
             )
-            del made, loader
+            digests[name] = float(
+                sum(each.double().abs().sum().item() for each in model_object.parameters())
+            )
+            del model_object, loader
             if name.startswith("peer"):
-                found.setdefault("plain TCP GB/s", []).append(copy_to(plain["cpu"], size, "cpu"))
-                found.setdefault("plain TCP between NPUs GB/s", []).append(
+                seconds_by_strategy.setdefault("plain TCP GB/s", []).append(
+                    copy_to(plain["cpu"], size, "cpu")
+                )
+                seconds_by_strategy.setdefault("plain TCP between NPUs GB/s", []).append(
                     copy_to(plain["npu:0"], size, "npu:1")
                 )
-    print("RESULT", json.dumps({"size": size, "found": found, "sums": digests}), flush=True)
+    print(
+        "RESULT",
+        json.dumps({"size": size, "found": seconds_by_strategy, "sums": digests}),
+        flush=True,
+    )
     ours.send(None)
     process.join(20)
 

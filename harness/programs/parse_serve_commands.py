@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import model_classes
+from harness.engines import model_classes
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -35,15 +35,15 @@ def main() -> None:
                 given.model, given.skip_tokenizer_init = directory, True
                 config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
                 parallel = config.parallel_config
-                found = {
+                record = {
                     "architecture": config.model_config.architecture,
                     "npus": parallel.world_size * parallel.data_parallel_size,
                     "worker": parallel.worker_cls,
                     "length": config.model_config.max_model_len,
                 }
             except (Exception, SystemExit) as error:
-                found = {"error": f"{type(error).__name__}: {error}"}
-        print("RESULT", json.dumps({"name": each["name"], **found}), flush=True)
+                record = {"error": f"{type(error).__name__}: {error}"}
+        print("RESULT", json.dumps({"name": each["name"], **record}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -37,20 +37,20 @@ async def serve(engine: AsyncLLM, mode: str) -> dict[str, Any]:
         named = (generate(f"{prefix} {mode} {i}", prompt) for i, prompt in enumerate(PROMPTS))
         return [asyncio.create_task(each) for each in named]
 
-    found: dict[str, Any] = {"name": mode, "whole": await asyncio.gather(*start("whole"))}
+    record: dict[str, Any] = {"name": mode, "whole": await asyncio.gather(*start("whole"))}
     arrived.clear()
     tasks = start("paused")
     while len(arrived) < len(PROMPTS) or min(count()) < BEFORE_PAUSE:
         await asyncio.sleep(0.001)
     await engine.pause_generation(mode=mode, clear_cache=mode != "keep")  # type: ignore[arg-type]
-    found["is paused"], found["when paused"] = await engine.is_paused(), count()
+    record["is paused"], record["when paused"] = await engine.is_paused(), count()
     await asyncio.sleep(0.5)
-    found["later"] = count()
+    record["later"] = count()
     await engine.resume_generation()
-    found["paused"] = await asyncio.gather(*tasks)
-    found["is paused after"] = await engine.is_paused()
-    found["again"] = await asyncio.gather(*start("again"))
-    return found
+    record["paused"] = await asyncio.gather(*tasks)
+    record["is paused after"] = await engine.is_paused()
+    record["again"] = await asyncio.gather(*start("again"))
+    return record
 
 
 async def main(model: str) -> None:

@@ -21,16 +21,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 import torch
 import transformers
-from harness import launcher, layouts, model_classes, multimodal
+from harness.compare import layouts
+from harness.engines import launcher, model_classes
+from harness.engines.ports import free_port
 from harness.models import multimodal as models
 from harness.models import registry
 from harness.models.sound_families import FAMILIES
-from harness.ports import free_port
+from harness.references import multimodal
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 
 BOUND = 1e-4
 """Of the difference of log-probabilities in float32."""
@@ -46,7 +49,7 @@ def outcome_with_media(architecture: str, kind: str, path: Path) -> dict[str, An
     """The outcome of a model with images or sounds; each prompt is answered twice, the second time
     from the prefix cache."""
     media = multimodal.limits(kind)["limit_mm_per_prompt"].items()
-    inputs = ", ".join(name for name, most in media if most)
+    inputs = ", ".join(name for name, max_diff in media if max_diff)
     return serve_with_media(architecture, kind, path) | {"inputs": inputs}
 
 
@@ -61,6 +64,7 @@ def serve_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]
     except Exception as error:
         return {"result": "not built", "message": line_of(error)}
     try:
+        load_general_plugins()
         current_platform.verify_model_arch(architecture)
         model_classes.load([architecture])
         os.environ.update(launcher.torchrun_variables(0, 1, free_port()))
@@ -73,8 +77,10 @@ def serve_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]
     except Exception as error:
         message = line_of(error)
         return {"result": "refused" if OURS.search(message) else "failed", "message": message}
-    found = multimodal.compare(exact, [serve_layout.answer(each.outputs[0]) for each in served])
-    result = {"result": "right" if found["most"] < BOUND_WITH_MEDIA else "wrong"} | found
+    comparison = multimodal.compare(
+        exact, [serve_layout.answer(each.outputs[0]) for each in served]
+    )
+    result = {"result": "right" if comparison["most"] < BOUND_WITH_MEDIA else "wrong"} | comparison
     return result | {"attention": ", ".join(serve_layout.attention_and_experts(engine))}
 
 
@@ -95,6 +101,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
     except Exception as error:
         return {"result": "not built", "message": line_of(error)}
     try:
+        load_general_plugins()
         current_platform.verify_model_arch(architecture)
         model_classes.load([architecture])
         case = layouts.case(kind, path, registry.ENGINES.get(kind, {}), dtype="float32")
@@ -117,14 +124,16 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         with torch.no_grad():
             return exact(torch.tensor([tokens]), **more).logits[0].float().log_softmax(-1)
 
-    _, others, most, mean = layouts.distances(logprobs, registry.SIZES["vocab_size"], served)
-    found = {
-        "result": "right" if most < BOUND else "wrong",
-        "most": most,
+    _, mismatches, max_diff, mean = layouts.distances(
+        logprobs, registry.SIZES["vocab_size"], served
+    )
+    record = {
+        "result": "right" if max_diff < BOUND else "wrong",
+        "most": max_diff,
         "mean": mean,
-        "others": others,
+        "others": mismatches,
     }
-    return found | {"attention": ", ".join(serve_layout.attention_and_experts(engine))}
+    return record | {"attention": ", ".join(serve_layout.attention_and_experts(engine))}
 
 
 def line_of(error: BaseException) -> str:
@@ -178,11 +187,11 @@ def run(architecture: str, kind: str, seconds: float) -> dict[str, Any]:
 if __name__ == "__main__":
     for name, model_type in json.loads(sys.argv[1]).items():
         started = time.monotonic()
-        found = run(name, model_type, float(sys.argv[2]))
+        outcome_of_type = run(name, model_type, float(sys.argv[2]))
         result = {
             "architecture": name,
             "type": model_type,
-            **found,
+            **outcome_of_type,
             "seconds": round(time.monotonic() - started, 1),
         }
         print("RESULT", json.dumps(result), flush=True)

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 
 
@@ -36,11 +36,13 @@ def serve(case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def outcome(case: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
+    answers_of_rounds = []
     for ranks in zip(*serve_layout.play(case, 2, lambda: serve(case)), strict=True):
         results = serve_layout.by_prompt([rank["answers"] for rank in ranks], case)
-        found.append({"results": results, "experts": [rank["experts"] for rank in ranks]})
-    return found
+        answers_of_rounds.append(
+            {"results": results, "experts": [rank["experts"] for rank in ranks]}
+        )
+    return answers_of_rounds
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 import torch
-from harness import launcher
+from harness.engines import launcher
 from safetensors.torch import load_file
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -86,19 +86,19 @@ def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
 def of_prompt(output: Any) -> dict[str, Any]:
     """Log-probabilities of a prompt's tokens from the second on, and the routed experts of prompt
     and answer, if requested."""
-    found: dict[str, Any] = {}
+    logprobs: dict[str, Any] = {}
     if output.prompt_logprobs is not None:
         rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        found["prompt_logprobs"] = [row[token].logprob for token, row in rows]
+        logprobs["prompt_logprobs"] = [row[token].logprob for token, row in rows]
     if (experts := getattr(output.outputs[0], "routed_experts", None)) is not None:
-        found["routed_experts"] = experts.tolist()
-    return found
+        logprobs["routed_experts"] = experts.tolist()
+    return logprobs
 
 
 def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     """``trace.summary`` and synchronizations of the second decode step, for requests that are
     prefilled in one step."""
-    from harness import trace
+    from harness.engines import trace
 
     for number, request in enumerate(requests):
         prompt, params, adapter = read(request)
@@ -111,10 +111,10 @@ def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     waits = sum(
         event["cat"] == "synchronize" or event["name"] in trace.HOST_COPIES for event in events
     )
-    found = trace.summary(events) | {"synchronizations": waits - 1}  # without the trace's own
+    totals = trace.summary(events) | {"synchronizations": waits - 1}  # without the trace's own
     while engine.has_unfinished_requests():
         engine.step()
-    return found
+    return totals
 
 
 def tool_calls(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,46 +122,56 @@ def tool_calls(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, An
     and from the whole text."""
     tokenizer = engine.get_tokenizer()
     parsers: dict[str, Any] = {}
-    found: dict[str, dict[str, Any]] = {}
+    calls: dict[str, dict[str, Any]] = {}
     for number, request in enumerate(requests):
         prompt, params, _ = read(request)
         params.output_kind = RequestOutputKind.DELTA
         engine.llm_engine.add_request(str(number), prompt, params)
         parsers[str(number)] = Hermes2ProToolParser(tokenizer)
-        found[str(number)] = {"tokens": [], "text": "", "largest": 0, "streamed": {}}
+        calls[str(number)] = {"tokens": [], "text": "", "largest": 0, "streamed": {}}
     asked = ChatCompletionRequest(messages=[], model="", seed=0)
     while engine.llm_engine.has_unfinished_requests():
         for output in engine.llm_engine.step():
-            own, part = found[output.request_id], output.outputs[0]
-            text, tokens = own["text"] + part.text, own["tokens"] + list(part.token_ids)
+            tool_call, part = calls[output.request_id], output.outputs[0]
+            text, tokens = tool_call["text"] + part.text, tool_call["tokens"] + list(part.token_ids)
             delta = parsers[output.request_id].extract_tool_calls_streaming(
-                own["text"], text, part.text, own["tokens"], tokens, list(part.token_ids), asked
+                tool_call["text"],
+                text,
+                part.text,
+                tool_call["tokens"],
+                tokens,
+                list(part.token_ids),
+                asked,
             )
-            own |= {
+            tool_call |= {
                 "text": text,
                 "tokens": tokens,
-                "largest": max(own["largest"], len(part.token_ids)),
+                "largest": max(tool_call["largest"], len(part.token_ids)),
             }
             for call in delta.tool_calls if delta else []:
-                name, arguments = own["streamed"].setdefault(call.index, ["", ""])
-                own["streamed"][call.index] = [
+                name, arguments = tool_call["streamed"].setdefault(call.index, ["", ""])
+                tool_call["streamed"][call.index] = [
                     name + (call.function.name or ""),
                     arguments + (call.function.arguments or ""),
                 ]
-    for own in found.values():
-        whole = Hermes2ProToolParser(tokenizer).extract_tool_calls(own["text"], asked).tool_calls
-        own["whole"] = [[call.function.name, call.function.arguments] for call in whole]
-        own["streamed"] = [own["streamed"][index] for index in sorted(own["streamed"])]
-    return [found[str(number)] for number in range(len(requests))]
+    for tool_call in calls.values():
+        whole = (
+            Hermes2ProToolParser(tokenizer).extract_tool_calls(tool_call["text"], asked).tool_calls
+        )
+        tool_call["whole"] = [[call.function.name, call.function.arguments] for call in whole]
+        tool_call["streamed"] = [
+            tool_call["streamed"][index] for index in sorted(tool_call["streamed"])
+        ]
+    return [calls[str(number)] for number in range(len(requests))]
 
 
 def answer(completion: Any) -> dict[str, Any]:
-    found = {
+    record = {
         "tokens": list(completion.token_ids),
         "text": completion.text,
         "reason": completion.finish_reason,
     }
-    return found if completion.logprobs is None else found | serve_layout.answer(completion)
+    return record if completion.logprobs is None else record | serve_layout.answer(completion)
 
 
 def perform(engine: LLM, step: list[Any]) -> Any:
@@ -196,8 +206,8 @@ def serve(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
         disable_log_stats=False,
     )
     steps = [perform(engine, step) for step in case["steps"]]
-    found = {metric.name: metric for metric in engine.get_metrics()}
-    named = {name: found.get(metric) for name, metric in COUNTS.items()}
+    metrics = {metric.name: metric for metric in engine.get_metrics()}
+    named = {name: metrics.get(metric) for name, metric in COUNTS.items()}
     counts = {
         name: getattr(metric, "value", None) or getattr(metric, "values", None)
         for name, metric in named.items()
@@ -222,5 +232,5 @@ if __name__ == "__main__":
         # vLLM inspects the model's class in a process, once.
         AsyncEngineArgs(each["model"]).create_model_config()
         ranks = launcher.run_ranks(each["name"], each["ranks"], functools.partial(serve, each))
-        found = {"name": each["name"], "differs": launcher.difference(answers(each, ranks))}
-        print("RESULT", json.dumps(found | ranks[0]), flush=True)
+        record = {"name": each["name"], "differs": launcher.difference(answers(each, ranks))}
+        print("RESULT", json.dumps(record | ranks[0]), flush=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Run by harness/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with
+"""Run by harness/compare/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with
 transformers.
 
     python harness/programs/serve_graphs.py '[{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]],
@@ -26,9 +26,9 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
-from harness import launcher, npus
+from harness.engines import launcher, npus
 from serve_prompts import compare
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -57,13 +57,13 @@ SHAPE |= {"initializer_range": 0.1}  # choices with clear margins
 
 
 def graphs_launched() -> int:
-    from harness import trace  # which wants a trace
+    from harness.engines import trace  # which wants a trace
 
     return sum(event["name"] == "aclmdlRIExecuteAsync" for event in trace.events())
 
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
-    taken = npus.take_streams(case.get("streams"))
+    graphs = npus.take_streams(case.get("streams"))
     options: dict[str, Any] = (
         {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
     )
@@ -101,7 +101,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
         name: sorted(key.num_tokens for key in keys.get(CUDAGraphMode[name], ()))
         for name in ("PIECEWISE", "FULL")
     }
-    del taken
+    del graphs
     left = worker.available_kv_cache_memory_bytes - sum(
         size for each in runner.kv_caches for size in map(nbytes, each)
     )

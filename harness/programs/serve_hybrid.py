@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 import torch
-from ascend_platform.attention import gated_delta
-from harness import model_classes
+from ascend_platform.state_layers import gated_delta
+from harness.engines import model_classes
 from vllm import LLM, SamplingParams, TokensPrompt
 
 COUNTERS = {
@@ -51,16 +51,16 @@ def with_aborts(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dic
             prompt,
             sampling(case["lengths"][number]),
         )
-    found, steps = {}, 0
+    answers, steps = {}, 0
     while core.has_unfinished_requests():
         outputs: list[Any] = core.step()
         for output in outputs:
             if output.finished:
-                found[int(output.request_id.split()[-1])] = serve_layout.answer(output.outputs[0])
+                answers[int(output.request_id.split()[-1])] = serve_layout.answer(output.outputs[0])
         steps += 1
         if steps == STEPS_BEFORE_ABORT:
             core.abort_request([f"aborted {number}" for number in part if number % 3 == 0])
-    return found
+    return answers
 
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
@@ -72,19 +72,19 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     config = engine.llm_engine.vllm_config
     parallel = config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
-    found = {name: serve_layout.answers(engine, case, mine) for name in ("at once", "again")}
+    results = {name: serve_layout.answers(engine, case, mine) for name in ("at once", "again")}
     if parallel.world_size_across_dp == 1:
-        found["with aborts"] = with_aborts(engine, case, mine)
+        results["with aborts"] = with_aborts(engine, case, mine)
     if config.model_config.enable_sleep_mode:
         engine.sleep(level=1)
         engine.wake_up()
         engine.reset_prefix_cache()
-        found["after a sleep"] = serve_layout.answers(engine, case, mine[:6])
+        results["after a sleep"] = serve_layout.answers(engine, case, mine[:6])
     counted = {
         metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
     }
     return {
-        "answers": found,
+        "answers": results,
         "counters": {name: int(counted.get(metric, 0)) for name, metric in COUNTERS.items()},
         "rule": str(gated_delta.select(config) or ""),
         "states": config.cache_config.mamba_ssm_cache_dtype.replace(

@@ -30,7 +30,7 @@ import serve_kv_transfer
 from harness.kv.store_faults import outcome_words
 
 if __name__ == "__mp_main__":  # In an instance, and in its engine core.
-    import harness.engine_imports  # noqa: F401
+    import harness.engines.imports  # noqa: F401
 
 CHUNK = 128
 """Tokens of a block of the engine, and so of a chunk."""
@@ -52,13 +52,13 @@ def instance(
 
 def chunks(llm: Any) -> dict[str, int]:
     """Chunk counts of the metrics, by outcome and tier."""
-    found = {}
+    sizes = {}
     for metric in llm.get_metrics():
         if metric.name == "vllm:ascend_store_chunks":
             labels = metric.labels
             words = outcome_words(labels["op"], labels["outcome"], labels["code"])
-            found[f"{words} ({labels['tier'].removeprefix('ascend_')})"] = int(metric.value)
-    return found
+            sizes[f"{words} ({labels['tier'].removeprefix('ascend_')})"] = int(metric.value)
+    return sizes
 
 
 class Instance:
@@ -145,9 +145,9 @@ def judge(
             if name not in there or there[name][0] != alone[name][0]
         ],
         "not loaded": [
-            f"{name}: {there[name][3]} of {most}"
-            for name, most in stored.items()
-            if there[name][3] < most
+            f"{name}: {there[name][3]} of {difference}"
+            for name, difference in stored.items()
+            if there[name][3] < difference
         ],
         "tokens loaded": sum(each[3] for each in there.values()),
         "seconds": round(time.monotonic() - began, 2),
@@ -168,11 +168,11 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
         phases[name] = requests(name, count, seed + 10 * (place + 1))
     everything = [item for items in phases.values() for item in items]
     result: dict[str, Any] = {}
-    made: list[Instance] = []
+    engines: list[Instance] = []
 
     def start(devices: str, transfer: dict[str, Any] | None) -> Instance:
-        made.append(Instance(case, devices, transfer))
-        return made[-1]
+        engines.append(Instance(case, devices, transfer))
+        return engines[-1]
 
     try:
         alone = None
@@ -222,7 +222,7 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
         ]
         return result
     finally:
-        for each in made:
+        for each in engines:
             each.close()
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import kv_engine
 
 if __name__ == "__mp_main__":  # In an instance, and in its engine core.
-    import harness.engine_imports  # noqa: F401
+    import harness.engines.imports  # noqa: F401
 
 VOCABULARY = 512
 
@@ -81,8 +81,10 @@ def prompts(count: int, seed: int, adder: bool = False) -> list[list[int]]:
     out = []
     for number in range(count):
         length = draw.choice([1, 2, 7, 33, 127, 128, 129, 257, 400, 600])
-        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
-        out.append((shared[: length // 2] + own)[:length] if number % 3 == 2 else own)
+        prompt_tokens = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+        out.append(
+            (shared[: length // 2] + prompt_tokens)[:length] if number % 3 == 2 else prompt_tokens
+        )
     return out
 
 
@@ -100,7 +102,7 @@ class LogprobDifferences:
         name: str,
         tokens: list[int],
         weights: list[Any],
-        others: list[int],
+        more: list[int],
         other_weights: list[Any],
     ) -> None:
         """`weights`: for each position, the log-probabilities of the most likely tokens."""
@@ -108,7 +110,7 @@ class LogprobDifferences:
             self.absolute += [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
             best, second = sorted(other.values())[-1:-3:-1]
             self.gaps.append(best - second)
-            if tokens[place] != others[place]:
+            if tokens[place] != more[place]:
                 self.diverged.append({"name": name, "position": place, "gap": best - second})
                 break
 
@@ -173,17 +175,17 @@ class Pair:
 
     def alone_differently(self) -> dict[str, Any]:
         """Answers of the two instances that differ without any transfer."""
-        others = [
+        different = [
             name for name, each in self.alone.items() if each[0] != self.prefill_alone[name][0]
         ]
-        said = [
+        lines = [
             f"{name}: {self.alone[name][0]} and not {self.prefill_alone[name][0]}"
-            for name in others
+            for name in different
         ]
         ended = {"length": len(self.alone)}
         return {
             "ended": ended,
-            "different": said,
+            "different": lines,
             "not transferred": [],
             "seconds": "",
             "blocks are free": [],

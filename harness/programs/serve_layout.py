@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
-from harness import launcher, multimodal
+from harness.engines import launcher
+from harness.references import multimodal
 from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -38,11 +39,11 @@ COMMON: dict[str, Any] = {
 
 
 def sampling(length: int, bad_words: list[list[int]] | None = None) -> SamplingParams:
-    found = SamplingParams(
+    parameters = SamplingParams(
         temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True
     )
-    found._bad_words_token_ids = bad_words  # vLLM needs a tokenizer for bad_words.
-    return found
+    parameters._bad_words_token_ids = bad_words  # vLLM needs a tokenizer for bad_words.
+    return parameters
 
 
 def answer(completion: Any) -> dict[str, Any]:
@@ -102,13 +103,13 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
         lambda worker: getattr(worker.model_runner, "prepare_inputs_event", "") is not None
     )[0]
     before = outside_of_torch()
-    found = {
+    record = {
         "results": answers(engine, case, mine),
         "mode": mode.name,
         "waits": waits,
         "grown": outside_of_torch() - before,
     }
-    return found | {"kinds": attention_and_experts(engine)}
+    return record | {"kinds": attention_and_experts(engine)}
 
 
 def outside_of_torch(_worker: Any = None) -> int:
@@ -131,10 +132,10 @@ def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]
 
 
 def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
-    found = play(case, case["ranks"], lambda: rank_of_external_launcher(case))
-    results = by_prompt([rank["results"] for rank in found], case)
-    return {"results": results, "grown": max(rank["grown"] for rank in found)} | {
-        name: found[0][name] for name in ("kinds", "mode", "waits")
+    records = play(case, case["ranks"], lambda: rank_of_external_launcher(case))
+    results = by_prompt([rank["results"] for rank in records], case)
+    return {"results": results, "grown": max(rank["grown"] for rank in records)} | {
+        name: records[0][name] for name in ("kinds", "mode", "waits")
     }
 
 

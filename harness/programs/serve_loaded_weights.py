@@ -16,7 +16,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from harness.ports import free_port
+from harness.engines.ports import free_port
 
 
 def engine(case: dict[str, Any], devices: range, extra: dict[str, Any], pipe: Connection) -> None:
@@ -30,13 +30,13 @@ def engine(case: dict[str, Any], devices: range, extra: dict[str, Any], pipe: Co
         | case["engine"]
         | {"load_format": "ascend_peer", "model_loader_extra_config": extra}
     )
-    made = LLM(case["model"], **options)
+    llm = LLM(case["model"], **options)
     pipe.send(
-        [[each] for each in serve_layout.answers(made, case, range(len(case["prompts"]))).values()]
+        [[each] for each in serve_layout.answers(llm, case, range(len(case["prompts"]))).values()]
     )
     pipe.recv()
     # Otherwise Python waits for the engine's process at exit.
-    made.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown()
 
 
 def main(case: dict[str, Any], ranks: int) -> None:

@@ -19,14 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import numpy as np
 import serve_layout
 import torch
-from ascend_platform.kernels.states import gated_delta
-from harness import launcher, media_service, multimodal, npus
-from harness.models import model_types as models
+from ascend_platform.state_layers.kernels import gated_delta
+from harness.engines import launcher, media_service, npus
+from harness.models import by_type as models
 from harness.models.sound_families import FAMILIES
+from harness.references import multimodal
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 
 SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
@@ -83,7 +84,7 @@ def encoded(runner: Any) -> dict[str, int]:
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    taken = npus.take_streams(case.get("streams"))
+    graphs = npus.take_streams(case.get("streams"))
     engine = LLM(
         case["model"],
         distributed_executor_backend="external_launcher",
@@ -99,10 +100,10 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     modules = {type(module).__name__ for module in runner.get_model().modules()}
     is_gated_delta_net = any("GatedDeltaNet" in name for name in modules)
     rules = {gated_delta.rules.prefill.__qualname__} if is_gated_delta_net else set()
-    found = answers(engine, case)
-    del taken
+    served = answers(engine, case)
+    del graphs
     return {
-        "results": found,
+        "results": served,
         "encoded": encoded(runner),
         "counted": getattr(config.compilation_config, "num_encoder_graphs", 0),
         "kinds": sorted(
@@ -139,7 +140,7 @@ if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         started = time.monotonic()
         try:
-            found = play(each)
+            served = play(each)
         except SystemExit as error:
             failed = True
             print(error, file=sys.stderr)
@@ -147,8 +148,8 @@ if __name__ == "__main__":
         outcome = {
             "name": each["name"],
             "seconds": time.monotonic() - started,
-            "differs": launcher.difference([rank["results"] for rank in found]),
-            **found[0],
+            "differs": launcher.difference([rank["results"] for rank in served]),
+            **served[0],
         }
         print("RESULT", json.dumps(outcome), flush=True)
     sys.exit(failed)

@@ -18,10 +18,10 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 import torch
-from harness import model_classes
+from harness.engines import model_classes
 from vllm import LLM
 
 

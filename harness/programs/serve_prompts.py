@@ -19,9 +19,9 @@ import sys
 # The engine runs in a fork of this process for each case, without a spawn.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
-from harness import launcher
+from harness.engines import launcher
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
 

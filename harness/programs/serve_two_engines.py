@@ -17,7 +17,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
 from vllm import LLM, SamplingParams
 
@@ -48,12 +48,12 @@ def interleaved(*engines: LLM) -> list[list[list[int]]]:
     """Tokens of each engine's requests, one step of each engine after the other."""
     for llm in engines:
         start(llm)
-    found: list[dict[str, Any]] = [{} for _ in engines]
+    texts: list[dict[str, Any]] = [{} for _ in engines]
     while any(llm.llm_engine.has_unfinished_requests() for llm in engines):
-        for llm, tokens in zip(engines, found, strict=True):
+        for llm, tokens in zip(engines, texts, strict=True):
             outputs: list[Any] = llm.llm_engine.step()
             tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-    return [[tokens[name] for name in sorted(tokens)] for tokens in found]
+    return [[tokens[name] for name in sorted(tokens)] for tokens in texts]
 
 
 def count_graphs() -> int:

@@ -20,7 +20,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 # A function for the workers of tensor parallelism.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams, TokensPrompt

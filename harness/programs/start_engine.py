@@ -35,12 +35,12 @@ def main(model: str) -> None:
                 stderr=output,
                 check=False,
             )
-        found: dict[str, Any] = (
+        state_found: dict[str, Any] = (
             json.loads(file.read_text()) if file.exists() else {"log": log.read_text()[-2000:]}
         )
-    if "pid" in found:
-        found["ended"] = _ends(found["pid"])
-    print("RESULT", json.dumps(found), flush=True)
+    if "pid" in state_found:
+        state_found["ended"] = _ends(state_found["pid"])
+    print("RESULT", json.dumps(state_found), flush=True)
 
 
 def _ends(pid: int) -> bool:
@@ -58,7 +58,7 @@ def _ends(pid: int) -> bool:
 
 def serve(model: str, file: Path) -> None:
     """Start an engine, write its state and die by SIGKILL."""
-    import harness.engine_imports  # noqa: F401
+    import harness.engines.imports  # noqa: F401
     from vllm import LLM
 
     engine = LLM(
@@ -68,8 +68,8 @@ def serve(model: str, file: Path) -> None:
         max_num_seqs=4,
         gpu_memory_utilization=0.3,
     )
-    (found,) = engine.collective_rpc(state)
-    file.write_text(json.dumps(found | {"parent": os.getpid()}))
+    (worker_state,) = engine.collective_rpc(state)
+    file.write_text(json.dumps(worker_state | {"parent": os.getpid()}))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

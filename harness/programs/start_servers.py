@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness.launcher import shared_memory
-from harness.ports import free_port
+from harness.engines.launcher import shared_memory
+from harness.engines.ports import free_port
 
 PR_SET_CHILD_SUBREAPER = 36
 READY = 400.0  # Seconds until all processes of a case have started.
@@ -152,11 +152,11 @@ class Case:
         # Shared memory of that machine is lost with it; here the others may have it open.
         if isinstance(self.case["kill"], int):
             shared -= shared_memory(victims)
-        said = ""
+        message = ""
         if self.case.get("idle"):
             for process in victims:
                 process.kill()
-            return {"said": said, "answered": 0.0} | self.end(time.monotonic(), shared)
+            return {"said": message, "answered": 0.0} | self.end(time.monotonic(), shared)
         began = 0.0
         body = {
             "model": "m",
@@ -173,13 +173,13 @@ class Case:
                         for process in victims:
                             process.kill()
                     if b'"error"' in line:
-                        said = line.decode().strip()
+                        message = line.decode().strip()
                         break
         except OSError as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         return {
             "killed": len(victims),
-            "said": said,
+            "said": message,
             "answered": time.monotonic() - began,
         } | self.end(began, shared)
 
@@ -204,8 +204,8 @@ class Case:
             for number in range(len(self.running))
             if number != self.case["kill"]
         ]
-        found = [path.name for directory in living for path in directory.iterdir()]
-        return sorted(name for name in found if not name.startswith("torchinductor"))
+        names = [path.name for directory in living for path in directory.iterdir()]
+        return sorted(name for name in names if not name.startswith("torchinductor"))
 
     def victims(self) -> list[psutil.Process]:
         what = self.case["kill"]
@@ -241,19 +241,19 @@ def title(process: psutil.Process) -> str:
 
 def below() -> list[psutil.Process]:
     """All live descendants of this process, in the order of starting."""
-    found = []
+    descendants = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                descendants.append(process)
             elif process.pid in started:
                 # Its main thread has exited, others have not yet.
                 if started[process.pid].poll() is None:
-                    found.append(process)
+                    descendants.append(process)
             elif process.ppid() == os.getpid():
                 # An orphan that was reparented to this process.
                 os.waitpid(process.pid, os.WNOHANG)
-    return found
+    return descendants
 
 
 @contextlib.contextmanager
@@ -284,20 +284,20 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
         one.start()
         one.until(one.healthy)
-        found: dict[str, Any] = {"seconds": time.monotonic() - began}
+        record: dict[str, Any] = {"seconds": time.monotonic() - began}
         with ThreadPoolExecutor() as threads:  # Together, so that data-parallel engines share them.
-            found["results"] = [
+            record["results"] = [
                 [answer] for answer in threads.map(one.ask, case["prompts"], case["lengths"])
             ]
-        found["engines"] = one.engines()
+        record["engines"] = one.engines()
         if "kill" in case:
-            found |= one.kill()
+            record |= one.kill()
         if os.environ.get("SERVER_CASES_LOGS"):
             for number in range(len(one.running)):
                 Path(os.environ["SERVER_CASES_LOGS"], f"{case['name']}.{number}.log").write_text(
                     one.log(number).read_text()
                 )
-        return found
+        return record
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import harness.engine_imports  # noqa: F401
+import harness.engines.imports  # noqa: F401
 import serve_layout
 import torch
-from harness import launcher
+from harness.engines import launcher
 from vllm import LLM
 
 TRAINER, WORKERS = 0, 1
@@ -87,7 +87,7 @@ def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16)
     model = loaded.npu()
     client, world_size = Client(pipe), 1 + case["engine"].get("tensor_parallel_size", 1)
-    found = [client.answers()]
+    collected = [client.answers()]
     where: dict[str, Any] = {
         "master_address": "127.0.0.1",
         "master_port": port,
@@ -104,10 +104,10 @@ def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
             for parameter in model.parameters():
                 parameter.mul_(factor)
         trainer.send_weights()
-        found.append(client.answers())
+        collected.append(client.answers())
     pipe.send(None)
     trainer.shutdown()
-    return found
+    return collected
 
 
 def main(case: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def header(draw: random.Random) -> bytes:
     """A header: valid except for its values, or random, or truncated and changed."""
     kind = draw.choice(KINDS)
     fields = {name: value(draw) for name in kind.__struct_encode_fields__ if draw.random() < 0.95}
-    made = draw.choice(
+    cut = draw.choice(
         [
             lambda: msgspec.msgpack.encode({"type": kind.__struct_config__.tag} | fields),
             lambda: msgspec.msgpack.encode(value(draw)),
@@ -72,12 +72,12 @@ def header(draw: random.Random) -> bytes:
             lambda: PICKLE,
         ]
     )()
-    if made and draw.random() < 0.3:
-        changed = bytearray(made)
+    if cut and draw.random() < 0.3:
+        changed = bytearray(cut)
         for _ in range(draw.randrange(1, 5)):
             changed[draw.randrange(len(changed))] = draw.randrange(256)
-        made = bytes(changed[: draw.randrange(1, len(changed) + 1)])
-    return made
+        cut = bytes(changed[: draw.randrange(1, len(changed) + 1)])
+    return cut
 
 
 def frame(draw: random.Random, channel: wire.Channel) -> bytes:
@@ -231,13 +231,13 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
     threads = threading.active_count()
     Path("executed-by-a-pickle").unlink(missing_ok=True)
     try:
-        end, said = time.monotonic() + seconds / 2, time.monotonic() + 30
+        end, next_report = time.monotonic() + seconds / 2, time.monotonic() + 30
         while time.monotonic() < end:
             counts[f"to the server: {to_server(draw, served.server.port)}"] += 1
             if sum(counts.values()) % 50 == 0:
                 check(served, into, counts)
-            if time.monotonic() > said:
-                said += 30
+            if time.monotonic() > next_report:
+                next_report += 30
                 say(str(dict(counts)))
         check(served, into, counts)
         end = time.monotonic() + seconds / 2
@@ -262,8 +262,8 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
                 said_of_it = ""
             assert said_of_it == "" or said_of_it.isprintable(), said_of_it
             bad.close()
-            if time.monotonic() > said:
-                said += 30
+            if time.monotonic() > next_report:
+                next_report += 30
                 say(str(dict(counts)))
         check(served, into, counts)
         until = time.monotonic() + 15

@@ -37,9 +37,9 @@ def _weights() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        made.view(-1).view(torch.uint8).random_(0, 256, generator=draw)
-        return made
+        tensor = torch.empty(shape, dtype=dtype)
+        tensor.view(-1).view(torch.uint8).random_(0, 256, generator=draw)
+        return tensor
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "embedding.weight": ((4001, 1024), torch.bfloat16),
@@ -50,9 +50,9 @@ def _weights() -> dict[str, torch.Tensor]:
         "head.weight": ((14_000_000,), torch.float16),
         "flag": ((7,), torch.bool),
     }
-    found = {name: random(*shape) for name, shape in shapes.items()}
-    found["flag"] = found["flag"].view(torch.uint8).remainder(2).view(torch.bool)
-    return found
+    tensors = {name: random(*shape) for name, shape in shapes.items()}
+    tensors["flag"] = tensors["flag"].view(torch.uint8).remainder(2).view(torch.bool)
+    return tensors
 
 
 def room(device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -78,8 +78,10 @@ class Serving:
             port=0, serve_weights=True, **{"timeout": 5.0, "deadline": 30.0} | options
         )
         self.device = torch.device(device)
-        made = chunk_digests(self.tensors, self.options.checksum, self.device)
-        self.server = WeightServer(self.tensors, made, IDENTITY, self.options, SECRET, self.device)
+        digests = chunk_digests(self.tensors, self.options.checksum, self.device)
+        self.server = WeightServer(
+            self.tensors, digests, IDENTITY, self.options, SECRET, self.device
+        )
         self.server.start()
 
     def fetch(

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Run programs that begin with `import harness.engines.imports` as forks of one process, which has
+imported torch, torch_npu, transformers and vLLM once.
+
+These imports take seven to ten seconds of a processor, more than the engine of a small model. No
+device is open in the process, so a fork is what a start of the program would be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import ClassVar
+
+THREADS = "OMP_NUM_THREADS"
+READ_LATE = (
+    "ASCEND_EMULATOR_MEMORY",
+    "ASCEND_EMULATOR_TIME",
+    "ASCEND_EMULATOR_TRACE",
+    "HCCL_",
+    "PYTEST_CURRENT_TEST",
+    "VLLM_HOST_IP",
+    THREADS,
+)
+"""Prefixes of variables that nothing reads during the imports, and the number of threads, which a
+fork sets."""
+
+IMPORTS = 300
+"""Seconds that the imports may take."""
+
+
+def is_read_late(variable: str) -> bool:
+    return variable.startswith(READ_LATE)
+
+
+class Fork:
+    """A running program, with the part of `subprocess.Popen`'s interface that
+    `harness.engines.npus` uses."""
+
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self.zygote, self.pid = zygote, pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The exit code, negative after a signal."""
+        code = int(self.zygote.answers.readline())
+        self.zygote.lock.release()
+        return code
+
+
+class Zygote:
+    """A process that forks itself for each program."""
+
+    _all: ClassVar[dict[frozenset[tuple[str, str]], Zygote]] = {}
+
+    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
+        """Start it; `command` runs a Python program with NPUs, in the variables of `environ`."""
+        self.lock = threading.Lock()
+        self.socket, other = socket.socketpair()
+        self.answers = self.socket.makefile()
+        with other:
+            self.process = subprocess.Popen(
+                [*command, sys.executable, "-m", "harness.engines.zygote", str(other.fileno())],
+                env={name: value for name, value in environ.items() if not is_read_late(name)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+            )
+
+    @classmethod
+    def of(cls, command: list[str], environ: dict[str, str]) -> Zygote:
+        """The zygote for these variables; the last three remain."""
+        key = frozenset(item for item in environ.items() if not is_read_late(item[0]))
+        zygote = cls._all.pop(key, None)
+        if zygote is None or zygote.process.poll() is not None:
+            zygote = cls(command, environ)
+        cls._all[key] = zygote
+        if len(cls._all) > 3:
+            cls._all.pop(next(iter(cls._all))).stop()
+        return zygote
+
+    def start(self, program: list[str], environ: dict[str, str], *outputs: int) -> Fork | None:
+        """Fork; `outputs` are the files of stdout and stderr. None: another program runs."""
+        if not self.lock.acquire(blocking=False):
+            return None
+        request = {name: value for name, value in environ.items() if is_read_late(name)}
+        message = json.dumps([program, os.getcwd(), request]).encode()
+        socket.send_fds(self.socket, [len(message).to_bytes(8, "big") + message], outputs)
+        self.socket.settimeout(IMPORTS)
+        pid = int(self.answers.readline())
+        self.socket.settimeout(None)  # harness.engines.npus kills the program at its deadline.
+        return Fork(self, pid)
+
+    def stop(self) -> None:
+        """End it, when its program has ended."""
+        self.answers.close()
+        self.socket.close()
+        self.process.wait()
+
+
+def _serve(channel: socket.socket) -> list[str]:
+    """Fork for each request; returns in a fork, with the arguments of its program."""
+    import harness.engines.imports  # noqa: F401
+    from harness.engines import model_infos
+
+    model_infos.fill()
+    while True:
+        head, outputs, _, _ = socket.recv_fds(channel, 8, 2)
+        if not head:
+            sys.exit()
+        text, size = b"", int.from_bytes(head, "big")
+        while len(text) < size:
+            text += channel.recv(size - len(text))
+        program, directory, variables = json.loads(text)
+        child = os.fork()
+        if not child:
+            channel.close()
+            for number, output in enumerate(outputs, 1):
+                os.dup2(output, number)
+                os.close(output)
+            os.chdir(directory)
+            for name in [*filter(is_read_late, os.environ)]:
+                del os.environ[name]
+            os.environ.update(variables)
+            if THREADS in variables:
+                import torch
+
+                torch.set_num_threads(int(variables[THREADS]))
+            return program
+        for output in outputs:
+            os.close(output)
+        channel.sendall(f"{child}\n".encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        channel.sendall(f"{code}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
