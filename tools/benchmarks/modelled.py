@@ -33,7 +33,7 @@ MODELS = {
     "latent": "latent attention",
     "prolog": "latent attention, mla_prolog",
 }
-"""Cases of harness/launches.py."""
+"""Cases of harness/compare/launches.py."""
 PROGRAM = environment.ROOT / "harness" / "programs" / "count_launches.py"
 TOKENS, LONGEST = 2048, 512
 SHOWN = 8
@@ -102,7 +102,7 @@ def _cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 @cache
 def _cases_of_harness() -> dict[str, Any]:
     """The cases by name, from a process that may import the harness."""
-    program = "import json; from harness import launches; print(json.dumps(launches.CASES))"
+    program = "import json; from harness.compare import launches; print(json.dumps(launches.CASES))"
     command = [environment.PYTHON, "-c", program]
     done = subprocess.run(
         [*map(str, command)], cwd=environment.ROOT, capture_output=True, text=True, check=True

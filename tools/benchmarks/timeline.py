@@ -17,10 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
-WIDTH, LEFT, RIGHT, ROW, TOP, LEGEND, COLUMNS = 400, 60, 24, 34, 70, 18, 3
-"""Units of the image, which is read on telephones, too."""
+from benchmarks import plot
+from matplotlib.patches import Patch
+
+COLUMNS = 3
+"""Of the legend."""
 COLORS = {
     "matmul": "#1f6feb",
     "attention": "#8250df",
@@ -40,8 +42,8 @@ COLORS = {
 PROGRAM = """
 import json, os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-from harness import trace
-from harness.launches import DENSE
+from harness.engines import trace
+from harness.compare.launches import DENSE
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 directory, layers, requests, prompt = sys.argv[1], *map(int, sys.argv[2:])
@@ -93,42 +95,38 @@ def svg(events: list[dict[str, Any]]) -> str:
     """Streams from top to bottom, time from left to right."""
     begin = min(event["ts"] for event in events)
     span = max(event["ts"] + event["dur"] for event in events) - begin
-    scale = (WIDTH - LEFT - RIGHT) / span
     streams = sorted({event["args"]["stream"] for event in events})
     laws = sorted({event["args"]["law"] for event in events})
-    height = TOP + ROW * len(streams) + 40 + LEGEND * (1 + len(laws) // COLUMNS)
-    parts = [
-        f'<text x="10" y="20" font-weight="bold">Decode step, {span:.0f} us: modelled, not'
-        " measured</text>",
-        '<text x="10" y="37">16 requests of 512 tokens, two layers of the size of</text>',
-        '<text x="10" y="52">Qwen3-0.6B in a graph, Ascend910B1</text>',
-    ]
-    for row, stream in enumerate(streams):
-        y = TOP + ROW * row
-        parts.append(f'<text x="10" y="{y + 20}">stream {stream}</text>')
-        for event in (each for each in events if each["args"]["stream"] == stream):
-            x, width = LEFT + (event["ts"] - begin) * scale, max(event["dur"] * scale, 0.5)
-            name = f"{event['name']} {event['dur']:.1f} us, modelled, law: {event['args']['law']}"
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 6}" stroke="#fff"'
-                f' stroke-width="0.3" fill="{color(event["args"]["law"])}">'
-                f"<title>{escape(name)}</title></rect>"
-            )
-    axis = TOP + ROW * len(streams) + 14
-    for part in range(5):
-        x = LEFT + span * part / 4 * scale
-        parts.append(
-            f'<text x="{x:.0f}" y="{axis}" text-anchor="middle">{span * part / 4:.0f} us</text>'
+    with plot.style():
+        figure, axes = plot.axes(130 + 34 * len(streams) + 18 * -(-len(laws) // COLUMNS))
+        for law in laws:
+            for row, stream in enumerate(streams):
+                bars = [
+                    (event["ts"] - begin, event["dur"])
+                    for event in events
+                    if (event["args"]["stream"], event["args"]["law"]) == (stream, law)
+                ]
+                axes.broken_barh(
+                    bars, (row - 0.4, 0.8), facecolor=color(law), edgecolor="white", linewidth=0.3
+                )
+        axes.set_title(
+            f"Decode step, {span:.0f} us: modelled, not measured\n16 requests of 512 tokens, two"
+            " layers of the\nsize of Qwen3-0.6B in a graph, Ascend910B1",
+            loc="left",
         )
-    for number, law in enumerate(laws):
-        x, y = 10 + 130 * (number % COLUMNS), axis + 14 + LEGEND * (number // COLUMNS)
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color(law)}"/>')
-        parts.append(f'<text x="{x + 17}" y="{y + 11}">{escape(law or "no law")}</text>')
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" viewBox="0 0 {WIDTH} {height}"'
-        ' font-family="sans-serif" font-size="11">'
-    )
-    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
+        axes.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+        axes.invert_yaxis()
+        axes.set_xlim(0, span)
+        axes.set_xlabel("us")
+        figure.legend(
+            [Patch(color=color(law)) for law in laws],
+            [law or "no law" for law in laws],
+            loc="outside lower left",
+            ncols=COLUMNS,
+            handlelength=1,
+            columnspacing=1,
+        )
+        return plot.written(figure)
 
 
 def main() -> None:

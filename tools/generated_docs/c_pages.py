@@ -18,8 +18,8 @@ HEADER = PACKAGE / "csrc" / "include" / "ascend_emulator" / "operator.h"
 CUSTOM = PACKAGE / "csrc" / "operator" / "custom.cpp"
 HEAD = """# C API of the emulator
 
-Functions of the emulator's libraries for C and C++: a few for [operators of your own](custom-operators.md), and those of CANN,
-with CANN's signatures.
+Functions of the emulator's libraries for C and C++: a few for [operators of your own](emulator.md#operators-of-your-own), and the
+functions of CANN with their signatures.
 
 A program that is linked against CANN, or loads its libraries by name, gets the emulator's when it is started by
 `ascend-emulator run`: {libraries}.

@@ -129,7 +129,7 @@ def operators() -> str:
 
 def laws() -> str:
     """The constants."""
-    from ascend_platform.cli.plan import laws as known
+    from ascend_cli.plan import laws as known
 
     rows = [
         [name, f"{law.start_us:g}", f"{law.rows_us:g}", f"{law.bandwidth:.0%}", f"{law.rate:.0%}"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The recipes of docs/recipes.md: one command for each model and chip, with the layout that
+"""The recipes of docs/recipes.md: a command for each model and chip, with the layout that
 ``vllm-ascend plan`` finds best.
 
 The models are in recipes.toml, with the sizes that their published config.json states, so that
@@ -25,23 +25,63 @@ DEFAULT_BUFFER = 200
 """MiB of HCCL_BUFFSIZE unless it is set."""
 
 
+MACHINES = "--data-parallel-size-local {} --data-parallel-address 10.0.0.1"
+"""Options of each machine if there are several: its data-parallel engines, the first one's address."""
+ROLES = {"prefill": ("kv_producer", 8100), "decode": ("kv_consumer", 8200)}
+"""Role in --kv-transfer-config and port of the two instances of disaggregated prefill."""
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """One command. ``layout`` is as `vllm-ascend plan --json` has it; ``{}`` where one NPU serves
+    """One recipe. ``layout`` is as `vllm-ascend plan --json` has it; ``{}`` where one NPU serves
     and nothing is planned."""
 
     model: Mapping[str, Any]
     chip: Mapping[str, Any]
-    npus: int  # 0 means that the model does not fit on one server.
+    npus: int  # Of each instance; 0 means that the model does not fit.
     layout: Mapping[str, Any]
     environment: Mapping[str, str]
     options: tuple[str, ...]
 
     @property
-    def command(self) -> str:
-        """For a shell: variables, and `vllm serve` with an option a line."""
-        variables = " ".join(f"{name}={value}" for name, value in self.environment.items())
-        lines = [variables, f"vllm serve {self.model['name']}", *self.options]
+    def commands(self) -> dict[str, str]:
+        """For a shell, by title: variables, and `vllm serve` with an option a line."""
+        if self.model.get("split"):
+            return {
+                f"{role.capitalize()} instance:": self._command(position * self.npus, *options)
+                for position, (role, options) in enumerate(self._roles().items())
+            }
+        if (machines := self.model.get("machines", 1)) == 1:
+            return {"": self._command(0)}
+        engines = self.layout["layout"]["data"] // machines
+        options = MACHINES.format(engines)
+        return {
+            "First machine, which answers for all:": self._command(0, options),
+            "Second machine:": self._command(
+                0, options, f"--data-parallel-start-rank {engines}", "--headless"
+            ),
+        }
+
+    @property
+    def shares_server(self) -> bool:
+        """Whether both instances fit on one server."""
+        return bool(self.model.get("split")) and 2 * self.npus <= self.chip["npus"]
+
+    def _roles(self) -> dict[str, tuple[str, str]]:
+        transfer = (
+            '--kv-transfer-config \'{{"kv_connector": "AscendP2PConnector", "kv_role": "{}"}}\''
+        )
+        return {
+            role: (f"--port {port}", transfer.format(name)) for role, (name, port) in ROLES.items()
+        }
+
+    def _command(self, first: int, *options: str) -> str:
+        environment = dict(self.environment)
+        if self.shares_server:
+            npus = range(first, first + self.npus)
+            environment["ASCEND_RT_VISIBLE_DEVICES"] = ",".join(map(str, npus))
+        variables = " ".join(f"{name}={value}" for name, value in environment.items())
+        lines = [variables, f"vllm serve {self.model['name']}", *self.options, *options]
         return " \\\n    ".join(filter(None, lines))
 
 
@@ -68,12 +108,12 @@ def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reci
         layout: Mapping[str, Any] = {}
         npus = model.get("npus", 0)
         counts = (
-            [chip["npus"]]
+            [chip["npus"] * model.get("machines", 1)]
             if model.get("engines")
             else [count for count in (1, 2, 4, 8, 16) if count <= chip["npus"]]
         )
         for count in () if npus else counts:
-            if best := _best(model, chip["soc"], count):
+            if best := _best(model, chip, count):
                 npus, layout = count, best
                 break
         yield Recipe(
@@ -86,15 +126,19 @@ def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reci
         )
 
 
-def _best(model: Mapping[str, Any], soc: str, npus: int) -> Mapping[str, Any] | None:
+def _best(model: Mapping[str, Any], chip: Mapping[str, Any], npus: int) -> Mapping[str, Any] | None:
     """The fastest layout whose KV cache holds all requests, and in each engine one request of the
     model's length.
 
     It has one engine, or for a model with ``engines`` several, and experts spread over all of them.
+    Each engine is on one of the ``machines``, which have as many engines each.
     """
     load = (model["requests"], model["input"], model["output"])
-    for one in _plan(model["name"], soc, npus, model.get("quantization", "none"), *load):
+    machines = model.get("machines", 1)
+    for one in _plan(model["name"], chip["soc"], npus, model.get("quantization", "none"), *load):
         sizes = one["layout"]
+        if sizes["tensor"] * sizes["pipeline"] > chip["npus"] or sizes["data"] % machines:
+            continue
         wanted = (
             (sizes["data"] > 1 and sizes["expert"]) if model.get("engines") else sizes["data"] == 1
         )
@@ -132,10 +176,12 @@ def _plan(
 def _environment(
     model: Mapping[str, Any], npus: int, variables: list[dict[str, str]]
 ) -> dict[str, str]:
-    copies = model["config"]["num_experts_per_tok"] if model.get("engines") else 1
-    moved = -(-model["batched_tokens"] * copies * model["config"].get("hidden_size", 0) * 2 // MIB)
+    config = model["config"] | model["config"].get("text_config", {})
+    copies = config["num_experts_per_tok"] if model.get("engines") else 1
+    moved = -(-model["batched_tokens"] * copies * config.get("hidden_size", 0) * 2 // MIB)
     wanted = {
         "buffer": npus > 1 and moved > DEFAULT_BUFFER,
+        "devices": False,  # Each command has its own.
         "modelscope": model.get("modelscope", False),
     }
     chosen = [
@@ -174,14 +220,18 @@ def page() -> str:
             parts.append(f"**{model.get('title', model['name'])}**{note}")
             commands: dict[str, list[Recipe]] = {}
             for recipe in recipes(model, found):
-                commands.setdefault(recipe.command if recipe.npus else "", []).append(recipe)
+                commands.setdefault(str(recipe.commands) if recipe.npus else "", []).append(recipe)
             for command, same in commands.items():
                 chips = ", ".join(recipe.chip["title"] for recipe in same)
                 if command:
-                    parts.append(f"{chips}: {_figures(same)}\n\n```\n{command}\n```")
+                    parts.append(f"{chips}: {_figures(same)}")
+                    for title, text in same[0].commands.items():
+                        parts += [title] * bool(title) + [f"```\n{text}\n```"]
                 else:
+                    machines = model.get("machines", 1)
+                    where = f"{machines} servers" if machines > 1 else "one server"
                     parts.append(
-                        f"{chips}: does not fit on one server; see [Multi-node"
+                        f"{chips}: does not fit on {where}; see [Multi-node"
                         " inference](multi-node.md)."
                     )
     return "\n\n".join(parts)
@@ -190,6 +240,10 @@ def page() -> str:
 def _figures(same: list[Recipe]) -> str:
     """NPUs, and what the plan says of memory and speed on each chip."""
     count = f"{same[0].npus} NPU{'s' * (same[0].npus > 1)}"
+    if same[0].model.get("split"):
+        count += " for each instance" + ("" if same[0].shares_server else ", on two servers")
+    elif "machines" in same[0].model:
+        count += f" of {same[0].model['machines']} servers"
     if not same[0].layout:
         return f"{count}."
     cache = " / ".join(f"{one.layout['cache'] / 2**30:.0f}" for one in same)

@@ -110,17 +110,16 @@ def hybrid() -> str:
 
 def architectures(with_media: bool = False) -> str:
     """Each text architecture of vLLM's registry that transformers can build, or those with images
-    or sounds, by tools/check architectures."""
-    rows = []
+    or sounds, by tools/check architectures; those that were not measured as lists by cause."""
+    rows, not_measured = [], dict[str, list[str]]()
     reasons = tomllib.loads((DATA / "architectures.toml").read_text())
     for name, found in json.loads((DATA / "models.json").read_text()).items():
         if ("inputs" in found) != with_media:
             continue
-        message = (
-            found.get("message", "").removeprefix("ValidationError: ").removeprefix("Value error, ")
-        )
-        message = re.sub(r"\s+", " ", message.partition(" [type=")[0])[:300].rstrip("[(, ")
-        result = found["result"]
+        result, message = found["result"], _cause(found.get("message", ""))
+        if result == "not measured":
+            not_measured.setdefault(message, []).append(f"`{name}`")
+            continue
         if result == "wrong":
             result, message = "differs", reasons["differs"].get(name, "not explained yet")
         if result == "failed":
@@ -129,26 +128,30 @@ def architectures(with_media: bool = False) -> str:
         inputs = [found["inputs"]] if with_media else []
         rows.append([f"`{name}`", *inputs, result, most, message.replace("|", "/")])
     head = ["architecture", *(["inputs"] if with_media else []), "result", "largest difference"]
-    return table([*head, "reason"], rows)
+    lists = [f"- {cause}: {', '.join(names)}" for cause, names in not_measured.items()]
+    return "\n".join([table([*head, "reason"], rows), "", "Not measured:", "", *lists])
+
+
+def _cause(message: str) -> str:
+    """An error without its type, the architecture, the version of the wheel and the fix, which the
+    rows would repeat."""
+    message = message.removeprefix("ValidationError: ").removeprefix("Value error, ")
+    message = re.sub(r"^RefusedError: \w+ is not supported by ascend-platform \S+: ", "", message)
+    message = re.sub(r"^ascend-platform \S+ does not support (.*) \(\w+\) yet", r"\1", message)
+    message = message.partition(" [type=")[0].partition("; fix: ")[0]
+    return re.sub(r"\s+", " ", message)[:300].rstrip("[(, ")
 
 
 def architecture_counts() -> str:
-    """How many architectures of vLLM's registry have each result, by cause where there is one."""
-    counts: dict[tuple[str, str], list[int]] = {}
+    """How many architectures of vLLM's registry have each result."""
+    counts: dict[str, list[int]] = {}
     for found in json.loads((DATA / "models.json").read_text()).values():
         result = "differs" if found["result"] == "wrong" else found["result"]
-        cause = found["message"] if result == "not measured" else ""
-        cells = counts.setdefault((result, cause), [0, 0])
-        cells["inputs" in found] += 1
+        counts.setdefault(result, [0, 0])["inputs" in found] += 1
     order = ["right", "differs", "refused", "failed", "not built", "not measured"]
-    rows = [
-        [result, cause, *map(str, cells)]
-        for (result, cause), cells in sorted(
-            counts.items(), key=lambda each: (order.index(each[0][0]), -sum(each[1]))
-        )
-    ]
-    rows.append(["all", "", *(str(sum(each)) for each in zip(*counts.values(), strict=True))])
-    return table(["result", "cause", "text", "with images or sounds"], rows)
+    rows = [[result, *map(str, counts[result])] for result in sorted(counts, key=order.index)]
+    rows.append(["all", *(str(sum(each)) for each in zip(*counts.values(), strict=True))])
+    return table(["result", "text", "with images or sounds"], rows)
 
 
 def prefill_bytes() -> str:

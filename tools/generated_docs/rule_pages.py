@@ -47,8 +47,11 @@ def _section(description: Description) -> str:
     if valid:
         values = "".join(f"\n# {name}: {text}" for name, text in valid.inputs.items())
         lines += ["", f"```python\n{valid.call}{values}\n```"]
+    # Closed, since a page has hundreds of rules; an anchor of a rule opens it.
+    count = len(description.rules)
     items = "\n".join(_rule(rule, valid) for rule in description.rules)
-    lines += ["", f"<ul>\n{items}\n</ul>", ""]
+    summary = f"<summary>{count} rule{'s' * (count > 1)}</summary>"
+    lines += ["", f"<details>{summary}<ul>\n{items}\n</ul></details>", ""]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = {
     "emulator-rules/": "emulator-rules.md",
     "commands/": "environment-variables.md",
-    "api-emulator-c": "api-emulator.md",
+    "api-emulator-c": "api.md",
 }
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|`)")
 
@@ -64,6 +64,20 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in config.extra["generated"].items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
+    """Called by mkdocs for each page: which pages the search ranks higher or lower, or leaves
+    out."""
+    path = page.file.src_uri
+    boosts = [
+        each for start, each in config.extra["search_boost"].items() if path.startswith(start)
+    ]
+    if boosts:
+        page.meta["search"] = {"boost": boosts[0]}
+    if path in config.extra["not_searched"]:
+        page.meta["search"] = {"exclude": True}
+    return markdown
 
 
 def on_page_content(content: str, **_: object) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Refusals of the emulator: tables of docs/emulator-strictness.md.
+"""Refusals of the emulator: tables of docs/emulator-behaviour.md and
+docs/emulator-rules.md.
 
 Programs come from packages/ascend-emulator/tests/refused, by the lines at their head; operators
 from the sources below csrc/ops.

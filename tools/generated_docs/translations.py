@@ -63,10 +63,15 @@ def on_page_context(context: Any, page: Any, config: Any, **arguments: object) -
     return context
 
 
-def on_post_page(output: str, **arguments: object) -> str:
-    """Called by mkdocs with the HTML of a page: remove the links from which Material's script takes
-    the addresses of other languages, at each of which it asks for a sitemap.xml."""
+def on_post_page(output: str, page: Any, **arguments: object) -> str:
+    """Called by mkdocs with the HTML of a page: state the language of a Chinese page, which screen
+    readers and the choice of a font follow."""
+    if page.file.src_uri.startswith("zh/"):
+        output = output.replace('<html lang="en"', '<html lang="zh"', 1)
+    return on_post_template(output)
+
+
+def on_post_template(output: str, **arguments: object) -> str:
+    """Called by mkdocs with the HTML of another file: remove the links from which Material's script
+    takes the addresses of other languages, at each of which it asks for a sitemap.xml."""
     return ALTERNATE.sub("", output)
-
-
-on_post_template = on_post_page

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ascend_platform.cli.plan import laws
+from ascend_cli.plan import laws
 from published import figures, fit
 from published.figures import Row
 

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ascend_platform import chips
-from ascend_platform.cli.plan import estimate, laws
-from ascend_platform.cli.plan.model import Model, from_config
+from ascend_cli import figures as chips
+from ascend_cli.plan import estimate, laws
+from ascend_cli.plan.model import Model, from_config
 
 DATA = Path(__file__).parent
 RECIPES = DATA.parent / "generated_docs" / "recipes.toml"
@@ -88,7 +88,12 @@ def sources() -> dict[str, dict[str, str]]:
 def models() -> dict[str, Model]:
     """Sizes of the models; those of the recipes by their configurations there."""
     families = tomllib.loads(RECIPES.read_text())["family"]
-    recipes = {each["name"]: each.get("config", {}) for all in families for each in all["model"]}
+    recipes = {
+        each["name"]: each["config"]
+        for family in families
+        for each in family["model"]
+        if "config" in each  # Other recipes of a model refer to the one that has it.
+    }
     found = tomllib.loads((DATA / "models.toml").read_text())
     return {
         name: from_config(recipes.get(config.get("recipe"), {}) | config, name)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Fit the constants of ascend_platform/cli/plan/laws.py on published figures, and print them.
+"""Fit the constants of ascend_cli/plan/laws.toml on published figures, and print them.
 
 Each fit minimizes squared logarithms of modelled / published time, where the rows of each model
 have the same weight together. ``left_out`` gives each row what laws say that were fitted without
@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ascend_platform.cli.plan import laws
-from ascend_platform.cli.plan.estimate import Times
+from ascend_cli.plan import laws
+from ascend_cli.plan.estimate import Times
 from published import figures
 
 ROWS = ("norm", "activation", "quantize", "rope", "scatter", "sort", "argmax", "softmax", "top-k")

@@ -82,7 +82,7 @@ MODELS = {
 }
 INSTALL = """
     from ascend_platform.overrides import guard
-    from ascend_platform.worker import runners
+    from ascend_platform.config import runners
     # Some tests call what is in vLLM's modules without a worker of ours.
     guard.install("common", "graph.acl_graph", "worker.torch_npu_view")
     runners.module("v1", "runner").install()
@@ -92,7 +92,7 @@ INSTALL_V2 = """
     from ascend_platform.overrides import guard, table
     def named(name, within):
         return getattr(importlib.import_module(within or name.partition(":")[0]), name.rpartition(":")[2], None)
-    targets = [(each.target, next(iter(each.replaced_in), "")) for each in table.rows("v2")]
+    targets = [(each.target, next(iter(each.replaced_in), "")) for each in table.rows("v2") if each.is_needed]
     before = {target: named(target, "") for target, _ in targets}
     guard.override("vllm.triton_utils.importing:HAS_TRITON", True)
     guard.install("common", "graph.acl_graph", "worker.torch_npu_view")

@@ -3,7 +3,7 @@
 """Install the built wheels in every combination, outside of the workspace, and check plugins and an
 engine in each.
 
-    tools/check wheels                      all combinations; writes the table of docs/combinations.md
+    tools/check wheels                      all combinations; writes the table of docs/plugins.md
     tools/check wheels --only "ascend-platform ascend-attention"      one combination; writes nothing
     tools/check wheels --without-engines    only registration and filters, a few seconds for each combination
     tools/check wheels --directory DIR      keep the environment there, and use one that is there
@@ -30,16 +30,18 @@ import environment
 from harness.progress import track
 
 ROOT = environment.ROOT
-PAGE = ROOT / "docs" / "combinations.md"
+PAGE = ROOT / "docs" / "plugins.md"
 REGION = re.compile(r"(?<=<!-- matrix: begin -->\n).*(?=<!-- matrix: end -->)", re.DOTALL)
 MODEL = ROOT / "tools" / "models" / "adder"
 PROBE = Path(__file__).with_name("wheel_probe.py")
 PLATFORM = "ascend-platform"
 SIBLINGS = (
     "ascend-attention",
+    "ascend-cli",
     "ascend-communicator",
     "ascend-kv-connector",
     "ascend-model-loader",
+    "ascend-models",
     "ascend-patches",
 )
 DEADLINE = 600  # seconds for one probe
@@ -249,7 +251,7 @@ def main() -> int:
             name = (
                 " + ".join(each.removeprefix("ascend-") for each in wheels)
                 if len(wheels) <= len(SIBLINGS)
-                else "all six"
+                else "all"
             )
             rows.append(
                 [

@@ -132,7 +132,7 @@ def chosen(names: str | None) -> object:
     """As `filtered`, with each component's state, and the line that `vllm serve` ends with where no
     device is found."""
     found = filtered(names)
-    from ascend_platform.process import explanations
+    from ascend_cli.diagnostics import explanations
 
     line = explanations.explain(RuntimeError("Failed to infer device type"))
     return [found, states(), line]
