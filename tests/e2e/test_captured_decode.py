@@ -6,7 +6,8 @@ query tokens; an operator that does is named."""
 from typing import Any
 
 import pytest
-from harness import launches, vllm_runner
+from harness.compare import launches
+from harness.engines import vllm_runner
 
 DRAFTS = "dense, 3 draft tokens"
 SAMPLING: dict[str, dict[str, Any]] = {

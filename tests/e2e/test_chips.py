@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import dequantized, layouts, model_types, multimodal, npus, quantized, references
-from harness.features import adapters, serving, speculation
+from harness.compare import layouts, model_types, quantized
+from harness.compare.features import adapters, serving, speculation
+from harness.engines import npus
+from harness.references import dequantized, log_probabilities, multimodal
 
 CHIP = "Ascend310P3"
 FRACTAL = ["FractalAttentionImpl"]
@@ -36,11 +38,11 @@ def cases(
     tmp_path_factory: pytest.TempPathFactory, quantized_model: dequantized.Model
 ) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("chips")
-    found = {name: model_types.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
-    for case in found.values():
+    collected = {name: model_types.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
+    for case in collected.values():
         bfloat16_checkpoint(case["model"])
     prompts, lengths = layouts.prompts(quantized.COMMON["vocab_size"])
-    own = {
+    quantized_case = {
         "name": QUANTIZED,
         "model": str(quantized_model.path),
         "prompts": prompts,
@@ -48,7 +50,7 @@ def cases(
         # A tensor in FRACTAL_NZ takes half of the KV cache's memory for a moment.
         "engine": model_types.SMALL | {"gpu_memory_utilization": 0.9},
     }
-    return found | {QUANTIZED: found[DENSE] | own}
+    return collected | {QUANTIZED: collected[DENSE] | quantized_case}
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +69,24 @@ def test_answers_are_those_of_transformers(
     cases: dict[str, dict[str, Any]],
     results: dict[str, Any],
 ) -> None:
-    found = results[name]
-    assert (found["dtype"], found["kinds"], found["graphs"]) == ("torch.float16", attention, "NONE")
-    told = model_types.compare(name, cases[name] | {"dtype": "float16"}, found["results"])
-    print(f"{name}: {told}")
-    assert told.mean < bound
-    assert told.regret < 2 * told.most
+    result = results[name]
+    assert (result["dtype"], result["kinds"], result["graphs"]) == (
+        "torch.float16",
+        attention,
+        "NONE",
+    )
+    comparison = model_types.compare(name, cases[name] | {"dtype": "float16"}, result["results"])
+    print(f"{name}: {comparison}")
+    assert comparison.mean_diff < bound
+    assert comparison.max_regret < 2 * comparison.max_diff
 
 
 def test_answers_of_a_quantized_model(
     quantized_model: dequantized.Model, results: dict[str, Any]
 ) -> None:
-    found = results[QUANTIZED]
-    assert (found["dtype"], found["kinds"]) == ("torch.float16", FRACTAL)
-    answers = [[answer] for answer in found["results"][: len(found["results"]) // 2]]
+    result = results[QUANTIZED]
+    assert (result["dtype"], result["kinds"]) == ("torch.float16", FRACTAL)
+    answers = [[answer] for answer in result["results"][: len(result["results"]) // 2]]
     count, _, mean = dequantized.Reference(quantized_model, quantized=True).compare(answers)
     assert count == 33
     assert mean < quantized.BOUND
@@ -91,10 +97,10 @@ def test_answers_to_images(tmp_path: Path) -> None:
     case = multimodal.case("images", "qwen2_5_vl", tmp_path / "model", 1, "float16", {})
     results = npus.by_name(model_types.run([case], ASCEND_EMULATOR_SOC=CHIP))["images"]["results"]
     logits = multimodal.reference("qwen2_5_vl", tmp_path / "model", "float16")
-    found = multimodal.compare(logits, results)
-    print(f"images: {found}")
+    comparison = multimodal.compare(logits, results)
+    print(f"images: {comparison}")
     assert len(results) == 2 * len(case["prompts"])
-    assert found["mean"] < 0.03
+    assert comparison["mean"] < 0.03
 
 
 def test_adapters_and_drafts(tmp_path: Path) -> None:
@@ -103,15 +109,15 @@ def test_adapters_and_drafts(tmp_path: Path) -> None:
         [adapters.lora("LoRA", tmp_path, 1, "float16"), drafts], ASCEND_EMULATOR_SOC=CHIP
     )
     answers = {"steps": results["LoRA"]["steps"][-1:]}
-    tokens, others, far = adapters.compare_lora(tmp_path, answers, "float16")
-    print(f"LoRA: {tokens} tokens, {others} others, difference max {far:.1e}")
+    tokens, mismatches, max_diff = adapters.compare_lora(tmp_path, answers, "float16")
+    print(f"LoRA: {tokens} tokens, {mismatches} others, difference max {max_diff:.1e}")
     assert tokens == 120
-    assert others <= 1
-    assert far < 0.02
-    model = references.reference(speculation.methods(tmp_path)["EAGLE"][0])
+    assert mismatches <= 1
+    assert max_diff < 0.02
+    model = log_probabilities.reference(speculation.methods(tmp_path)["EAGLE"][0])
     asked = [serving.greedy(prompt) for prompt in serving.prompts()]
-    tokens, others, far = serving.compare(model, asked, results["EAGLE"]["steps"][0])
-    print(f"EAGLE: {tokens} tokens, {others} others, difference max {far:.1e}")
-    assert (tokens, others) == (144, 0)
-    assert far < 0.01
+    tokens, mismatches, max_diff = serving.compare(model, asked, results["EAGLE"]["steps"][0])
+    print(f"EAGLE: {tokens} tokens, {mismatches} others, difference max {max_diff:.1e}")
+    assert (tokens, mismatches) == (144, 0)
+    assert max_diff < 0.01
     assert speculation.accepted(results["EAGLE"])[2] > 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import references
-from harness.features import constraints, seeds, serving, speculation
+from harness.compare.features import serving, speculation
 from harness.models import small as small_models
+from harness.references import constraints, log_probabilities, seeds
 
 CHUNKS = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "max_num_seqs": 8}
 FEW_BLOCKS = {"num_gpu_blocks_override": 20, "block_size": 16, "max_model_len": 256}
@@ -62,17 +62,17 @@ def results(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exact(directory: Path) -> Any:
-    return references.reference(small_models.target(directory))
+    return log_probabilities.reference(small_models.target(directory))
 
 
 def test_embeddings_have_the_answers_of_their_tokens(
     results: dict[str, Any], directory: Path, exact: Any
 ) -> None:
     asked = with_embeddings(small_models.target(directory))
-    tokens, others, far = serving.compare(exact, asked, results["plain"]["steps"][2])
-    print(f"{tokens} tokens, {others} others, difference max {far:.1e}")
-    assert (tokens, others) == (144, 0)
-    assert far < 1e-3
+    tokens, mismatches, max_diff = serving.compare(exact, asked, results["plain"]["steps"][2])
+    print(f"{tokens} tokens, {mismatches} others, difference max {max_diff:.1e}")
+    assert (tokens, mismatches) == (144, 0)
+    assert max_diff < 1e-3
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -81,10 +81,12 @@ def test_tokens_meet_their_constraints(
 ) -> None:
     """With drafts also after preemptions; the rows of a batch keep what ended requests leave."""
     asked = constraints.requests(small_models.target(directory), DRAFTS[name])
-    tokens, others, lines = constraints.wrong(exact, asked, results[name]["steps"][0])
-    print(f"{name}: {tokens} tokens, {others} others, {results[name]['counts']}", *lines, sep="\n")
+    tokens, mismatches, lines = constraints.wrong(exact, asked, results[name]["steps"][0])
+    print(
+        f"{name}: {tokens} tokens, {mismatches} others, {results[name]['counts']}", *lines, sep="\n"
+    )
     assert tokens > 500
-    assert others == 0
+    assert mismatches == 0
     if DRAFTS[name]:
         assert speculation.accepted(results[name])[2] > 50
         assert results[name]["counts"]["preemptions"] > 0
@@ -97,14 +99,14 @@ def test_seeds_and_positions_decide_on_tokens(
     """In chunks of prompts, beside other requests, with drafts, and after preemptions."""
     asked = seeds.requests()
     answers = results[name]["steps"][1][: len(asked)]
-    assert seeds.others(exact, asked, answers) == (192, 0)
+    assert seeds.count_mismatches(exact, asked, answers) == (192, 0)
 
 
 def test_other_seeds_and_positions_are_detected(results: dict[str, Any], exact: Any) -> None:
     asked, answers = seeds.requests(), results["plain"]["steps"][1][:8]
     for request in asked:
         request["sampling"] |= {"seed": request["sampling"].get("seed", 0) + 1}
-    assert seeds.others(exact, asked, answers)[1] > 72
+    assert seeds.count_mismatches(exact, asked, answers)[1] > 72
 
 
 @pytest.mark.parametrize("name", ["budgets", "budgets, EAGLE"])
@@ -114,7 +116,7 @@ def test_thinking_ends_when_its_budget_is_used(
     """Requests without a budget move to the rows of ended ones that had one."""
     asked = constraints.with_budgets(0)
     answers = results[name]["steps"][0]
-    tokens, others, forced = constraints.beyond_budgets(exact, asked, answers)
-    print(f"{name}: {tokens} tokens, {others} others, {forced} forced")
-    assert others == 0
+    tokens, mismatches, forced = constraints.beyond_budgets(exact, asked, answers)
+    print(f"{name}: {tokens} tokens, {mismatches} others, {forced} forced")
+    assert mismatches == 0
     assert forced >= 10

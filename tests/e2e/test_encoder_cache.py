@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import model_types, multimodal, npus, vllm_runner
+from harness.compare import model_types
+from harness.engines import npus, vllm_runner
+from harness.references import multimodal
 from safetensors.torch import load_file, save_file
 
 KIND = "qwen2_5_vl"
@@ -28,11 +30,11 @@ def test_instance_reads_what_another_has_encoded(tmp_path: Path) -> None:
     }
     logits = multimodal.reference(KIND, model, "float32")
     for role, case in cases.items():
-        found = npus.by_name(model_types.run([case]))[role]
-        told = multimodal.compare(logits, found["results"])
-        print(f"{role}: {told}")
-        assert len(found["results"]) == 2 * len(case["prompts"])
-        assert told["mean"] < 1e-4
+        result = npus.by_name(model_types.run([case]))[role]
+        comparison = multimodal.compare(logits, result["results"])
+        print(f"{role}: {comparison}")
+        assert len(result["results"]) == 2 * len(case["prompts"])
+        assert comparison["mean"] < 1e-4
         if role == "ec_both":
             assert len(list(files.rglob("*.safetensors"))) == 4  # three images and a video
             weights = load_file(model / "model.safetensors")

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The last line on the terminal of a `vllm serve` that fails or is ended: standard output and standard error together.
 
-All cases, with the rows of the table in docs/failing-starts.md:
+All cases, with the rows of the table in docs/doctor.md:
 `PYTHONPATH=. ascend-emulator run -- python tests/e2e/test_failing_starts.py`.
 """
 
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from harness import checkout, npus
-from harness.launcher import shared_memory
-from harness.ports import free_port
+from harness import checkout
+from harness.engines import npus
+from harness.engines.launcher import shared_memory
+from harness.engines.ports import free_port
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
@@ -117,7 +118,7 @@ CASES = {
         TP2, "interrupted by SIGINT", 130, npus=2, kill=("rank=1 local_rank=1", "", signal.SIGINT)
     ),
 }
-OTHERS = {
+SLOW_CASES = {
     "a peer that does not answer": Case(
         [*NODES, "--node-rank", "1", "--headless"],
         r"no answer from 127\.0\.0\.1 port \d+ in 10 s; fix: start vllm serve with --node-rank 0"
@@ -298,14 +299,14 @@ def _wait(process: psutil.Popen, patience: float, shared: set[str]) -> None:
 
 
 def _session(leader: int) -> list[psutil.Process]:
-    found = []
+    pids = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                pids.append(process)
         except (ProcessLookupError, psutil.Error):
             continue
-    return sorted(found, key=lambda each: each.create_time())
+    return sorted(pids, key=lambda each: each.create_time())
 
 
 def _left(leader: int) -> list[str]:
@@ -316,41 +317,41 @@ def _left(leader: int) -> list[str]:
     return [" ".join(process.cmdline()) for process in _session(leader)]
 
 
-def problems(case: Case, found: dict[str, Any]) -> list[str]:
+def problems(case: Case, output: dict[str, Any]) -> list[str]:
     """Errors of a start."""
     wrong = []
-    if not re.match(r"(ascend-platform|vllm): ", found["last"]) or not re.search(
-        case.last, found["last"]
+    if not re.match(r"(ascend-platform|vllm): ", output["last"]) or not re.search(
+        case.last, output["last"]
     ):
-        wrong.append(f"last line: {found['last']}")
-    if found["status"] != case.status:
-        wrong.append(f"status {found['status']}")
-    if found["left"]:
-        wrong.append(f"left: {found['left']}")
+        wrong.append(f"last line: {output['last']}")
+    if output["status"] != case.status:
+        wrong.append(f"status {output['status']}")
+    if output["left"]:
+        wrong.append(f"left: {output['left']}")
     if case.kill and case.kill[2] != signal.SIGKILL:
-        wrong += ["a traceback"] * ("Traceback" in found["text"])
-        wrong += [f"{found['seconds']:.1f} s"] * (found["seconds"] > WITHIN)
+        wrong += ["a traceback"] * ("Traceback" in output["text"])
+        wrong += [f"{output['seconds']:.1f} s"] * (output["seconds"] > WITHIN)
     return wrong
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_last_line_says_what_was_found_and_what_to_do(name: str) -> None:
-    found = play(CASES[name])
-    assert problems(CASES[name], found) == [], found["text"][-4000:]
+    result = play(CASES[name])
+    assert problems(CASES[name], result) == [], result["text"][-4000:]
 
 
 if __name__ == "__main__":
-    for name, case in (CASES | OTHERS).items():
+    for name, case in (CASES | SLOW_CASES).items():
         if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
             continue
-        found = play(case)
-        left = ", ".join(found["left"]) or "nothing"
+        result = play(case)
+        left = ", ".join(result["left"]) or "nothing"
         print(
-            f"| {name} | `{found['last']}` | {found['seconds']:.0f} | {found['status']} | {left} |",
+            f"| {name} | `{result['last']}` | {result['seconds']:.0f} | {result['status']} | {left} |",
             flush=True,
         )
-        for problem in problems(case, found):
+        for problem in problems(case, result):
             print("WRONG:", problem, flush=True)
         if os.environ.get("STARTS_LOGS"):
-            Path(os.environ["STARTS_LOGS"], f"{name}.log").write_text(found["text"])
+            Path(os.environ["STARTS_LOGS"], f"{name}.log").write_text(result["text"])

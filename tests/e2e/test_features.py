@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import outputs, references, vllm_runner
-from harness.features import adapters, grammars, sampling, serving, speculation
+from harness.compare import outputs
+from harness.compare.features import adapters, grammars, sampling, serving, speculation
+from harness.engines import vllm_runner
 from harness.models import small as small_models
+from harness.references import log_probabilities
 
 ANSWERS = 150
 V2 = vllm_runner.IS_V2
@@ -48,7 +50,7 @@ def results(directory: Path) -> dict[str, Any]:
         1,
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
         async_scheduling=False,
-        **({"logits_processors": ["harness.logits_processor:OnlyToken"]} if V2 else {}),
+        **({"logits_processors": ["harness.engines.logits_processor:OnlyToken"]} if V2 else {}),
     )
     one["steps"] = [
         *(["count", [prompt | each] * 4] for each in (PLAIN, DRAWN, GRAMMAR, PLAIN | adapter)),
@@ -108,11 +110,11 @@ def test_lora_log_probabilities_match_peft(results: dict[str, Any], directory: P
     assert steps[:8] == adapters.LORA_STATES
     assert "99" in steps[8]  # An adapter that is not loaded cannot be pinned.
     answers = {"steps": [steps[9]]}
-    tokens, others, far = adapters.compare_lora(directory, answers)
-    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    tokens, mismatches, max_diff = adapters.compare_lora(directory, answers)
+    print(f"{tokens} tokens, {mismatches} others; log-probability difference max {max_diff:.1e}")
     assert tokens == 120
-    assert others == 0
-    assert far < 1e-3
+    assert mismatches == 0
+    assert max_diff < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
     # Each adapter has its own answers.
     assert adapters.compare_lora(directory, shuffled)[1:] > (20, 0.5)
@@ -121,10 +123,10 @@ def test_lora_log_probabilities_match_peft(results: dict[str, Any], directory: P
 def test_log_probabilities_of_prompts_match_peft(results: dict[str, Any], directory: Path) -> None:
     """With an adapter on lm_head, in a batch with the same prompts without it."""
     answers = results["two"]["steps"][-1]
-    tokens, far = adapters.compare_scored_prompts(directory, answers)
-    print(f"{tokens} tokens of prompts; log-probability difference max {far:.1e}")
+    tokens, max_diff = adapters.compare_scored_prompts(directory, answers)
+    print(f"{tokens} tokens of prompts; log-probability difference max {max_diff:.1e}")
     assert tokens > 100
-    assert far < 1e-3
+    assert max_diff < 1e-3
     swapped = [answers[number ^ 1] for number in range(len(answers))]
     assert adapters.compare_scored_prompts(directory, swapped)[1] > 0.5
 
@@ -132,10 +134,10 @@ def test_log_probabilities_of_prompts_match_peft(results: dict[str, Any], direct
 @pytest.mark.parametrize("name", ["experts", "experts, EP"])
 def test_lora_on_experts_matches_peft(results: dict[str, Any], directory: Path, name: str) -> None:
     answers = results[name]["steps"][0]
-    tokens, others, far = adapters.compare_lora_on_family(directory, "Qwen2Moe", answers)
-    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
-    assert (tokens, others) == (72, 0)
-    assert far < 1e-3
+    tokens, mismatches, max_diff = adapters.compare_lora_on_family(directory, "Qwen2Moe", answers)
+    print(f"{tokens} tokens, {mismatches} others; log-probability difference max {max_diff:.1e}")
+    assert (tokens, mismatches) == (72, 0)
+    assert max_diff < 1e-3
     assert adapters.compare_lora_on_family(directory, "Qwen2Moe", answers[3:] + answers[:3])[1:] > (
         20,
         0.5,
@@ -148,66 +150,68 @@ def test_lora_on_int8_experts_matches_peft(results: dict[str, Any], directory: P
     answers = results["int8 experts, EP"]["steps"][0]
     exact = directory / "dequantized-experts"
     compare = partial(adapters.compare_lora_on_family, directory, "Qwen2Moe", model=exact)
-    tokens, others, far = compare(answers, dtype="float16")
-    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    tokens, mismatches, max_diff = compare(answers, dtype="float16")
+    print(f"{tokens} tokens, {mismatches} others; log-probability difference max {max_diff:.1e}")
     assert tokens == 72
-    assert others <= 3
-    assert far < 0.2
+    assert mismatches <= 3
+    assert max_diff < 0.2
     assert compare(answers[3:] + answers[:3], dtype="float16")[1:] > (20, 0.5)
 
 
 def test_speculative_decoding_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:
     asked = [serving.greedy(prompt) for prompt in serving.prompts()]
-    tokens, others, far = serving.compare(
-        references.reference(small_models.target(directory)), asked, results["two"]["steps"][10]
+    tokens, mismatches, max_diff = serving.compare(
+        log_probabilities.reference(small_models.target(directory)),
+        asked,
+        results["two"]["steps"][10],
     )
     drafts, drafted, accepted = speculation.accepted(results["two"])
     print(
-        f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
+        f"{tokens} tokens, {mismatches} others, difference max {max_diff:.1e}; {drafts} drafts of {drafted}"
         f" tokens, {accepted} accepted"
     )
-    assert (tokens, others) == (144, 0)
-    assert far < 1e-3
+    assert (tokens, mismatches) == (144, 0)
+    assert max_diff < 1e-3
     assert 0 < accepted < drafted
 
 
-def test_prompt_logprobs_are_of_the_target_s_hidden_states(
+def test_prompt_logprobs_use_the_hidden_states_of_the_target(
     results: dict[str, Any], directory: Path
 ) -> None:
     """vLLM computes them after the drafter's piecewise graphs have been replayed."""
-    model = references.reference(small_models.target(directory), None, "float16")
-    found = outputs.compare(model, outputs.asked(), results["eagle"]["steps"][0])
-    assert found == {"prompt": 616, "prompt_wrong": 0, "tokens": 192, "others": 0, "wrong": 0}
+    model = log_probabilities.reference(small_models.target(directory), None, "float16")
+    result = outputs.compare(model, outputs.asked(), results["eagle"]["steps"][0])
+    assert result == {"prompt": 616, "prompt_wrong": 0, "tokens": 192, "others": 0, "wrong": 0}
     assert speculation.accepted(results["eagle"])[2] > 0
 
 
 def test_mtp_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:
     """With asynchronous scheduling, fused attention and full graphs."""
-    asked, found = [serving.greedy(prompt) for prompt in serving.prompts()], results["mtp"]
-    model = references.reference(small_models.target(directory, "Glm4Moe"))
-    tokens, others, far = serving.compare(model, asked, found["steps"][0])
-    drafts, drafted, accepted = speculation.accepted(found)
+    asked, result = [serving.greedy(prompt) for prompt in serving.prompts()], results["mtp"]
+    model = log_probabilities.reference(small_models.target(directory, "Glm4Moe"))
+    tokens, mismatches, max_diff = serving.compare(model, asked, result["steps"][0])
+    drafts, drafted, accepted = speculation.accepted(result)
     print(
-        f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
+        f"{tokens} tokens, {mismatches} others, difference max {max_diff:.1e}; {drafts} drafts of {drafted}"
         f" tokens, {accepted} accepted"
     )
-    assert found["async"]
-    assert (tokens, others) == (144, 0)
-    assert far < 1e-2
+    assert result["async"]
+    assert (tokens, mismatches) == (144, 0)
+    assert max_diff < 1e-2
     assert drafted / 2 < accepted < drafted
 
 
 def test_ngram_on_the_npu_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:
-    asked, found = (
+    asked, result = (
         [serving.greedy(prompt) for prompt in serving.prompts()],
         results["n-gram on the NPU"],
     )
-    tokens, others, far = serving.compare(
-        references.reference(small_models.target(directory)), asked, found["steps"][0]
+    tokens, mismatches, max_diff = serving.compare(
+        log_probabilities.reference(small_models.target(directory)), asked, result["steps"][0]
     )
-    assert (tokens, others) == (144, 0)
-    assert far < 1e-2
-    assert speculation.accepted(found)[2] > 0
+    assert (tokens, mismatches) == (144, 0)
+    assert max_diff < 1e-2
+    assert speculation.accepted(result)[2] > 0
 
 
 def test_asynchronous_scheduling_stays_on_with_drafts(results: dict[str, Any]) -> None:
@@ -215,7 +219,7 @@ def test_asynchronous_scheduling_stays_on_with_drafts(results: dict[str, Any]) -
     assert [results[name]["async"] for name in names] == [False, True, True, True]
 
 
-def test_host_waits_for_the_accepted_tokens_alone(results: dict[str, Any]) -> None:
+def test_host_waits_only_for_the_accepted_tokens(results: dict[str, Any]) -> None:
     """With three draft tokens: for the number accepted in the last step, for its tokens, and for
     V1's reused input buffers.
 
@@ -228,26 +232,26 @@ def test_tool_calls_with_mtp(results: dict[str, Any], directory: Path) -> None:
     """Each token is the best that the grammar allows, and the parser reads the same calls from
     chunks of several tokens."""
     glm = small_models.target(directory, "Glm4Moe")
-    model, asked = references.reference(glm), grammars.tool_calls()
-    for request, found in zip(asked, results["mtp"]["steps"][1], strict=True):
-        print(found["text"], found["largest"])
-        assert grammars.others_with_grammar(model, glm, request, found["tokens"]) == 0
-        assert 1 < found["largest"] <= 4
+    model, asked = log_probabilities.reference(glm), grammars.tool_calls()
+    for request, result in zip(asked, results["mtp"]["steps"][1], strict=True):
+        print(result["text"], result["largest"])
+        assert grammars.others_with_grammar(model, glm, request, result["tokens"]) == 0
+        assert 1 < result["largest"] <= 4
         if "structured" not in request:
             continue
-        assert re.fullmatch(request["structured"]["regex"], found["text"])
-        assert [name for name, _ in found["whole"]] == [name for name, _ in found["streamed"]]
+        assert re.fullmatch(request["structured"]["regex"], result["text"])
+        assert [name for name, _ in result["whole"]] == [name for name, _ in result["streamed"]]
         whole, streamed = (
-            [json.loads(arguments) for _, arguments in found[key]] for key in ("whole", "streamed")
+            [json.loads(arguments) for _, arguments in result[key]] for key in ("whole", "streamed")
         )
         assert whole == streamed
         assert [sorted(arguments) for arguments in whole] == [["size", "text"]] * 2
 
 
 def test_sampled_tokens_have_their_distribution(results: dict[str, Any], directory: Path) -> None:
-    model = references.reference(small_models.target(directory))
-    found = sampling.check_sampling(model, sampling.sampled(ANSWERS), results["one"]["steps"][4])
-    for name, (tokens, impossible, first, spread) in found.items():
+    model = log_probabilities.reference(small_models.target(directory))
+    result = sampling.check_sampling(model, sampling.sampled(ANSWERS), results["one"]["steps"][4])
+    for name, (tokens, impossible, first, spread) in result.items():
         print(
             f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
             f" {spread:.3f}"
@@ -261,12 +265,12 @@ def test_sampled_tokens_have_their_distribution_with_drafts(
     results: dict[str, Any], directory: Path
 ) -> None:
     model, kinds = (
-        references.reference(small_models.target(directory)),
+        log_probabilities.reference(small_models.target(directory)),
         list(sampling.SAMPLING)[1:3],
     )
     asked = sampling.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
-    found = sampling.check_sampling(model, asked, results["two"]["steps"][11], kinds)
-    for name, (tokens, impossible, first, spread) in found.items():
+    result = sampling.check_sampling(model, asked, results["two"]["steps"][11], kinds)
+    for name, (tokens, impossible, first, spread) in result.items():
         print(
             f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
             f" {spread:.3f}"
@@ -277,7 +281,7 @@ def test_sampled_tokens_have_their_distribution_with_drafts(
 
 def test_wrong_distribution_is_detected(results: dict[str, Any], directory: Path) -> None:
     model, answers = (
-        references.reference(small_models.target(directory)),
+        log_probabilities.reference(small_models.target(directory)),
         results["one"]["steps"][4],
     )
     hotter = [
@@ -287,11 +291,11 @@ def test_wrong_distribution_is_detected(results: dict[str, Any], directory: Path
         }
         for each in sampling.sampled(ANSWERS)
     ]
-    found = sampling.check_sampling(model, hotter, answers)
+    checked = sampling.check_sampling(model, hotter, answers)
     assert (
         sum(
             impossible > 0 or min(first, spread) < sampling.FALSE_ALARM
-            for _, impossible, first, spread in found.values()
+            for _, impossible, first, spread in checked.values()
         )
         >= 4
     )

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascend_platform.worker.runners import has_v1
-from harness import checkout, npus, vllm_copy
+from ascend_platform.config.runners import has_v1
+from harness import checkout
+from harness.engines import npus
+from harness.project import vllm_copy
 from packaging.version import Version
 
 ADDER = checkout.ADDER
@@ -80,8 +82,8 @@ def prompts(count: int) -> list[list[int]]:
     out = []
     for i in range(count):
         length = lengths[i % len(lengths)]
-        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
-        out.append((shared[:length] + own)[:length] if i % 3 == 2 else own)
+        tokens = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+        out.append((shared[:length] + tokens)[:length] if i % 3 == 2 else tokens)
     return out
 
 
@@ -175,14 +177,14 @@ def check(
 ) -> None:
     assert result["attention"] == attention
     errors = [error for served in result["results"] for error in served["errors"]]
-    own = [error for served in result["results"] for error in served["own_errors"]]
+    reference_errors = [error for served in result["results"] for error in served["own_errors"]]
     regret = max(regret for served in result["results"] for regret in served["regrets"])
-    mean, own_mean = sum(errors) / len(errors), sum(own) / len(own)
+    mean, own_mean = sum(errors) / len(errors), sum(reference_errors) / len(reference_errors)
     record("log-probability difference, max", max(errors))
-    record("the same of Hugging Face in this dtype, max", max(own))
+    record("the same of Hugging Face in this dtype, max", max(reference_errors))
     print(
         f"{result['name']}: {len(errors)} tokens, log-probability difference max {max(errors):.2e}"
-        f" mean {mean:.2e}, of Hugging Face in {dtype} max {max(own):.2e} mean {own_mean:.2e}; a"
+        f" mean {mean:.2e}, of Hugging Face in {dtype} max {max(reference_errors):.2e} mean {own_mean:.2e}; a"
         f" choice's distance from the best at most {regret:.2e}"
     )
     if dtype == "float32":
@@ -191,7 +193,7 @@ def check(
         # Rounding differs by the order of operations, so the bound is the error of Hugging Face
         # itself in this dtype.
         assert mean < 1.5 * own_mean
-        assert max(errors) < 3 * max(own)
+        assert max(errors) < 3 * max(reference_errors)
     # Greedy: the chosen token is the best one up to the difference.
     assert regret < 2 * max(errors)
 
@@ -212,7 +214,7 @@ def test_log_probabilities(
 
 
 @pytest.mark.parametrize("name", BUILT_IN_CASES)
-def test_log_probabilities_of_the_platform_alone(
+def test_log_probabilities_of_the_platform_without_siblings(
     name: str,
     serve_by_plugins: Callable[[str | None], Served],
     record_property: Callable[[str, object], None],
@@ -224,7 +226,7 @@ def test_log_probabilities_of_the_platform_alone(
 def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
     """Results of RUNNER_CASES and the adder by runner and name; engines of both runners share
     processes, by their own choice."""
-    cases, results, said = [], {}, ""
+    cases, results, message = [], {}, ""
     for name in RUNNER_CASES:
         served = case(name, random_model(RUNNER_CASES[name][0]), RUNNER_CASES)
         if name == "preemption":  # Preempt when decode requests need their second block.
@@ -253,10 +255,10 @@ def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
             for served in together
             for runner, options in runners.items()
         ]
-        found, lines = serve(asked, None)
-        results |= found
-        said += lines
-    assert "model runner: V2 (additional_config)" in said
+        result, lines = serve(asked, None)
+        results |= result
+        message += lines
+    assert "model runner: V2 (additional_config)" in message
     return results
 
 
@@ -299,8 +301,8 @@ def test_vllm_without_the_v1_runner_and_the_ir_is_served(
     vllm_copy.without_ir(tree)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    results, said = serve([adder()], None)
-    assert "model runner: V2 (vLLM has no V1 runner)" in said
+    results, stderr = serve([adder()], None)
+    assert "model runner: V2 (vLLM has no V1 runner)" in stderr
     check_adder(results["adder"], FUSED)
 
 
@@ -342,17 +344,17 @@ def check_adder(result: dict[str, Any], attention: str) -> None:
 def test_trained_model_gives_the_same_greedy_tokens(
     plugins: str | None, serve_by_plugins: Callable[[str | None], Served]
 ) -> None:
-    results, said = serve_by_plugins(plugins)
+    results, stderr = serve_by_plugins(plugins)
     check_adder(results["adder"], BUILT_IN if plugins == "ascend" else FUSED)
     version = importlib.metadata.version("ascend-attention")
     if plugins == "ascend":
-        assert f"attention {version} off (filtered out by VLLM_PLUGINS)" in said
+        assert f"attention {version} off (filtered out by VLLM_PLUGINS)" in stderr
         assert (
             "attention: built-in PyTorch (ascend-attention is off (filtered out by VLLM_PLUGINS))"
-            in said
+            in stderr
         )
     else:
-        assert f"attention: fused (ascend-attention {version})" in said
+        assert f"attention: fused (ascend-attention {version})" in stderr
 
 
 def test_platform_serves_when_its_siblings_are_uninstalled(tmp_path: Path) -> None:
@@ -372,8 +374,8 @@ def test_platform_serves_when_its_siblings_are_uninstalled(tmp_path: Path) -> No
         env=variables,
         check=True,
     )
-    results, said = serve([adder()], None, python)
+    results, stderr = serve([adder()], None, python)
     check_adder(results["adder"], BUILT_IN)
     for sibling in siblings:
-        assert f"{sibling.removeprefix('ascend-')} not installed" in said
-    assert "attention: built-in PyTorch (ascend-attention is not installed)" in said
+        assert f"{sibling.removeprefix('ascend-')} not installed" in stderr
+    assert "attention: built-in PyTorch (ascend-attention is not installed)" in stderr

@@ -5,7 +5,7 @@ the NPU."""
 
 import sys
 
-from harness import npus
+from harness.engines import npus
 
 PROGRAM = """
 import torch, torch_npu

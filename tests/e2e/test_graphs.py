@@ -6,7 +6,7 @@ are short."""
 from typing import Any
 
 import pytest
-from harness.graphs import check, serve
+from harness.compare.graphs import check, serve
 
 
 @pytest.fixture(scope="module")

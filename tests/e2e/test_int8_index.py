@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import npus, references
-from harness.features import serving
+from harness.compare.features import serving
+from harness.engines import npus
 from harness.models import small as small_models
+from harness.references import log_probabilities
 
 CHIP = "Ascend910_93"
 BOUNDS = {"auto": 0.02, "int8": 0.1}
@@ -41,10 +42,12 @@ def results(directory: Path) -> dict[str, Any]:
 def test_answers_are_those_of_transformers(
     results: dict[str, Any], directory: Path, name: str
 ) -> None:
-    model = references.reference(small_models.target(directory, "GlmMoeDsa"), dtype="float16")
+    model = log_probabilities.reference(
+        small_models.target(directory, "GlmMoeDsa"), dtype="float16"
+    )
     for answers in results[name]["steps"][:2]:  # The second reads keys of the prefix cache.
-        tokens, others, mean = serving.mean_difference(model, ASKED, answers)
-        print(f"{name}: {tokens} tokens, {others} others; mean difference {mean:.1e}")
+        tokens, mismatches, mean = serving.mean_difference(model, ASKED, answers)
+        print(f"{name}: {tokens} tokens, {mismatches} others; mean difference {mean:.1e}")
         assert mean < BOUNDS[name]
     launched = results[name]["steps"][2]["names"]
     assert [each for each in OPERATORS.values() if each in launched] == [OPERATORS[name]]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import npus, references
-from harness.features import serving
+from harness.compare.features import serving
+from harness.engines import npus
 from harness.models import small as small_models
+from harness.references import log_probabilities
 
 A3 = "Ascend910_93"
 # Mean differences of log-probabilities. Keys of the indexer in int8 besides select other tokens.
@@ -72,10 +73,12 @@ def test_answers_are_those_of_transformers(
     results: dict[str, Any], directory: Path, name: str
 ) -> None:
     cache = "auto" if name == "auto" else "int8"
-    model = references.reference(small_models.target(directory, "GlmMoeDsa"), dtype="float16")
+    model = log_probabilities.reference(
+        small_models.target(directory, "GlmMoeDsa"), dtype="float16"
+    )
     for answers in results[name]["steps"][:2]:  # The second reads latents of the prefix cache.
-        tokens, others, mean = serving.mean_difference(model, ASKED, answers)
-        print(f"{name}: {tokens} tokens, {others} others; mean difference {mean:.1e}")
+        tokens, mismatches, mean = serving.mean_difference(model, ASKED, answers)
+        print(f"{name}: {tokens} tokens, {mismatches} others; mean difference {mean:.1e}")
         assert mean < BOUNDS.get(name, BOUNDS[cache])
     launched = results[name]["steps"][2]["names"]
     assert [each for each in OPERATORS.values() if each in launched] == [OPERATORS[cache]]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
+from harness.engines.vllm_runner import IS_V2
 from harness.models.decoders import qwen3
-from harness.vllm_runner import IS_V2
 
 pytest.importorskip(
     "mooncake.engine",

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import launches as table
-from harness import npus
+from harness.compare import launches as table
+from harness.engines import npus
 
 CASES = ["dense", "Gemma 3", "experts, TP2 EP2"]  # tools/check launches counts the others too
 # Launches of a decoder layer in a decode, at most.
-MOST = {
+MAX_LAUNCHES = {
     "dense": 12,
     "experts, TP2 EP2": 22,
     "dense, W8A8": 14,
@@ -36,27 +36,27 @@ def launch_counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_launches_and_bytes_are_those_of_the_table(
     launch_counts: dict[str, Any], name: str, step: str
 ) -> None:
-    kept, found = json.loads(table.KEPT.read_text())[name][step], launch_counts[name][step]
-    assert found["launches"] == kept["launches"]
-    assert found["outside"] == kept["outside"]
+    kept, result = json.loads(table.KEPT.read_text())[name][step], launch_counts[name][step]
+    assert result["launches"] == kept["launches"]
+    assert result["outside"] == kept["outside"]
     # Rounding may change which experts are selected.
-    assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)
-    assert (found["sent"], found["needed"]) == (kept["sent"], kept["needed"])
-    assert found["modelled"] == pytest.approx(kept["modelled"], rel=0.02)
+    assert result["bytes"] == pytest.approx(kept["bytes"], rel=0.01)
+    assert (result["sent"], result["needed"]) == (kept["sent"], kept["needed"])
+    assert result["modelled"] == pytest.approx(kept["modelled"], rel=0.02)
     names = ("ai_cpu", "masked", "compilations")
-    assert [found[name] for name in names] == [kept[name] for name in names]
-    assert (found["exposed"] > 0) == (kept["exposed"] > 0) == (found["sent"] > 0)
+    assert [result[name] for name in names] == [kept[name] for name in names]
+    assert (result["exposed"] > 0) == (kept["exposed"] > 0) == (result["sent"] > 0)
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_not_much_more_is_moved_than_is_needed(
     launch_counts: dict[str, Any], name: str, step: str
 ) -> None:
-    found = launch_counts[name][step]
+    result = launch_counts[name][step]
     # It has activations besides, and a Gemma layer has four norms.
     prefill = 4.9 if name == "Gemma 3" else 4.5
-    assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else prefill)
-    assert found["sent"] == found["to send"]
+    assert 0.99 <= result["bytes"] / result["needed"] < (1.15 if step == "decode" else prefill)
+    assert result["sent"] == result["to send"]
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
@@ -79,19 +79,19 @@ def test_no_case_of_the_table_waits_or_computes_on_the_ai_cpu() -> None:
 
 def test_decodes_launch_no_more_than_this() -> None:
     kept = json.loads(table.KEPT.read_text())
-    found = {name: sum(kept[name]["decode"]["launches"].values()) for name in MOST}
-    assert {name: count for name, count in found.items() if count > MOST[name]} == {}
+    result = {name: sum(kept[name]["decode"]["launches"].values()) for name in MAX_LAUNCHES}
+    assert {name: count for name, count in result.items() if count > MAX_LAUNCHES[name]} == {}
 
 
 def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
     """They launch less, and keep the rotated elements in another order; the largest is
     an option."""
-    found = table.preprocessing(tmp_path)
-    counts = {name: len(way["operators"]) for name, way in found.items()}
+    result = table.preprocessing(tmp_path)
+    counts = {name: len(way["operators"]) for name, way in result.items()}
     assert counts == {"single_operators": 8, "norm_and_cache": 6, "prolog": 1}
-    assert found["norm_and_cache"]["far"] == 0
+    assert result["norm_and_cache"]["far"] == 0
     # One rounding of values of up to 4 at another step of the computation.
-    assert 0 < found["prolog"]["far"] < 0.05
+    assert 0 < result["prolog"]["far"] < 0.05
 
 
 def test_host_wait_is_counted(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_host_wait_is_counted(tmp_path: Path) -> None:
     stream of its own."""
     program = """
 import torch
-from harness import trace
+from harness.engines import trace
 
 def count(waits, has_stream):
     before = len(trace.events())

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import references, vllm_runner
-from harness.features import serving
+from harness.compare.features import serving
+from harness.engines import vllm_runner
 from harness.models import small as small_models
+from harness.references import log_probabilities
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-OTHERS: dict[str, dict[str, Any]] = {
+SAMPLERS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 0},
     "penalties": {"presence_penalty": 0.5},
     "bias": {"logit_bias": {"7": 0.5}},
@@ -33,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(directory: Path) -> dict[str, Any]:
     model, drafter = small_models.target(directory), small_models.eagle(directory)
     plain = [{"prompt": prompt, "sampling": GREEDY} for prompt in serving.prompts()]
-    mixed = [plain[2] | {"sampling": GREEDY | more} for more in OTHERS.values()]
+    mixed = [plain[2] | {"sampling": GREEDY | more} for more in SAMPLERS.values()]
     beside = [each for each in mixed if "logit_bias" not in each["sampling"]]  # not with drafts
     counts = [["count", [plain[2]] * 4], *(["count", [one] * 4] for one in mixed)]
     draft = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
@@ -59,9 +60,9 @@ def results(directory: Path) -> dict[str, Any]:
 def test_tokens_are_those_of_transformers(
     results: dict[str, Any], directory: Path, name: str
 ) -> None:
-    model = references.reference(small_models.target(directory))
+    model = log_probabilities.reference(small_models.target(directory))
     for prompt, (answer,) in zip(serving.prompts(), results[name]["steps"][0], strict=True):
-        exact = references.logits(model, prompt, [answer["tokens"]])[0]
+        exact = log_probabilities.logits(model, prompt, [answer["tokens"]])[0]
         assert answer["tokens"] == exact.argmax(-1).tolist()
 
 
@@ -76,7 +77,7 @@ def test_requests_that_read_logits_are_served_beside(results: dict[str, Any], na
 
 @pytest.mark.skipif(vllm_runner.IS_V2, reason="counted with the V1 model runner")
 def test_all_logits_are_gathered_only_where_they_are_read(results: dict[str, Any]) -> None:
-    greedy, *others = (step["sent"] for step in results["plain"]["steps"][2:])
-    print(greedy, others)
+    greedy, *sent = (step["sent"] for step in results["plain"]["steps"][2:])
+    print(greedy, sent)
     logits, pairs = 4 * 64 * 4, 4 * 2 * 4  # of four requests in float32
-    assert {each - greedy for each in others} == {logits - pairs}
+    assert {each - greedy for each in sent} == {logits - pairs}

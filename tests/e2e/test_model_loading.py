@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, layouts, npus
+from harness import checkout
+from harness.compare import layouts
+from harness.engines import npus
+from harness.engines.vllm_runner import V2_ALONE
 from harness.models import fp8, quantize
 from harness.models.quantize import Spec
-from harness.vllm_runner import V2_ALONE
 
 PROGRAM = checkout.PROGRAMS / "load_weights.py"
 OF_LAYOUTS = checkout.PROGRAMS / "load_weights_in_layouts.py"
@@ -62,8 +64,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         1, sys.executable, str(PROGRAM), str(directory), json.dumps(case), VLLM_PLUGINS=""
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = npus.results(done.stdout)
-    return dict(found)
+    (record,) = npus.results(done.stdout)
+    return dict(record)
 
 
 def test_every_strategy_gives_the_same_weights(result: dict[str, Any]) -> None:
@@ -79,18 +81,18 @@ def test_fp8_is_converted_layer_by_layer(
     result: dict[str, Any], target: str, bytes_each: int
 ) -> None:
     """The most memory while loading is that of the converted model and two layers."""
-    found = result["fp8"][target]
+    results = result["fp8"][target]
     layer = (
         bytes_each
         * FP8_SHAPE["hidden_size"]
         * (3 * FP8_SHAPE["num_experts"] * FP8_SHAPE["moe_intermediate_size"] + 768)
     )
     print(
-        f"{target}: {found['most'] / 2**20:.1f} MiB, at the end {found['final'] / 2**20:.1f}, a"
+        f"{target}: {results['most'] / 2**20:.1f} MiB, at the end {results['final'] / 2**20:.1f}, a"
         f" layer {layer / 2**20:.1f}"
     )
-    assert found["final"] > FP8_SHAPE["num_hidden_layers"] * layer
-    assert found["most"] <= found["final"] + 2 * layer
+    assert results["final"] > FP8_SHAPE["num_hidden_layers"] * layer
+    assert results["most"] <= results["final"] + 2 * layer
 
 
 def test_dequantized_fp8_is_the_checkpoint_bit_for_bit(result: dict[str, Any]) -> None:
@@ -124,7 +126,7 @@ def test_dead_peer_without_another_strategy_is_a_clear_error(result: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "message"),
     [
         ("other weights", "its weights differ: checkpoint: the peer has "),
         ("other dtype", "its weights differ: dtype: the peer has bfloat16, this engine float16"),
@@ -133,8 +135,8 @@ def test_dead_peer_without_another_strategy_is_a_clear_error(result: dict[str, A
         ("asleep", "the peer refused: the engine is asleep or not ready"),
     ],
 )
-def test_peer_that_cannot_serve_is_refused(result: dict[str, Any], case: str, said: str) -> None:
-    assert said in result[case]["error"]
+def test_peer_that_cannot_serve_is_refused(result: dict[str, Any], case: str, message: str) -> None:
+    assert message in result[case]["error"]
 
 
 def test_engine_from_a_peer_has_transformers_tokens(result: dict[str, Any]) -> None:
@@ -152,7 +154,7 @@ def test_engine_loaded_from_a_peer_serves_others_after_sleep(
 @pytest.mark.skipif(
     V2_ALONE, reason="vLLM has no pipelines under its external launcher with the V2 model runner"
 )
-def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
+def test_weights_are_loaded_only_from_the_same_layout(tmp_path: Path) -> None:
     """A mixture of experts; data-parallel engines without expert parallelism each hold a different
     shard of every expert."""
     model = layouts.make("qwen3-moe", tmp_path)
@@ -172,5 +174,5 @@ def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
         for name in names:
             assert mine[name] != other[name]
             for peer in names:
-                found = mine[f"{name} from {peer}"]
-                assert found == mine[name] if name == peer else "its weights differ: " in found
+                actual = mine[f"{name} from {peer}"]
+                assert actual == mine[name] if name == peer else "its weights differ: " in actual

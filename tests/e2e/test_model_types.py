@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import model_types, npus
+from harness.compare import model_types
+from harness.engines import npus
 
 # Name: (NPUs, number of tokens or values, the largest mean difference).
 CASES = {
@@ -54,15 +55,15 @@ def test_answers_are_those_of_transformers(
     name: str, cases: dict[str, Any], results: dict[str, Any]
 ) -> None:
     _, numbers, bound = CASES[name]
-    found = results[name]
-    assert not found["differs"]
-    assert found["kinds"] == model_types.KINDS[name].served_by[0]
-    told = model_types.compare(name, cases[name], found["results"])
-    print(f"{name}: {told}")
-    assert told.compared == numbers
-    assert told.mean < bound
+    result = results[name]
+    assert not result["differs"]
+    assert result["kinds"] == model_types.KINDS[name].served_by[0]
+    comparison = model_types.compare(name, cases[name], result["results"])
+    print(f"{name}: {comparison}")
+    assert comparison.num_compared == numbers
+    assert comparison.mean_diff < bound
     # Greedy: the chosen token is the best one up to the difference.
-    assert told.regret < 2 * told.most
+    assert comparison.max_regret < 2 * comparison.max_diff
 
 
 def test_sliding_window_layers_have_their_own_kv_cache_group(results: dict[str, Any]) -> None:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, layouts, npus
+from harness import checkout
+from harness.compare import layouts
+from harness.engines import npus
 from vllm.v1.engine.exceptions import EngineDeadError
 
 pytestmark = pytest.mark.slow
 # the former from vLLM 0.33 on
-SAID = getattr(EngineDeadError, "CLIENT_MESSAGE", "EngineCore encountered an issue")
+DEATH_MESSAGE = getattr(EngineDeadError, "CLIENT_MESSAGE", "EngineCore encountered an issue")
 PROGRAM = checkout.PROGRAMS / "start_servers.py"
 COMMANDS = Path(sys.executable).parent
 SERVE = [
@@ -106,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one machine": {"machines": [{"command": [*SERVE, *TP2]}], "kill": "VLLM::Worker"},
     "two nodes of Ray": {"machines": two_nodes(("0", "1"), *TP2), "kill": 1},
 }
-OTHERS: dict[str, dict[str, Any]] = {
+MORE_CASES: dict[str, dict[str, Any]] = {
     "two machines": {
         "machines": [
             machine(1, *SERVE, *TP2, *NODES, "--node-rank", "1", "--headless"),
@@ -129,19 +131,19 @@ OTHERS: dict[str, dict[str, Any]] = {
         "kill": "bin/vllm serve",
     },
 }
-OTHERS["two nodes of Ray, TP2 PP2"] = {
+MORE_CASES["two nodes of Ray, TP2 PP2"] = {
     "machines": two_nodes(("0,1", "2,3"), *TP2, "--pipeline-parallel-size", "2", hidden=True),
     "kill": 1,
 }
-OTHERS["two nodes of Ray, TP2 PP2, a worker dies"] = OTHERS["two nodes of Ray, TP2 PP2"] | {
+MORE_CASES["two nodes of Ray, TP2 PP2, a worker dies"] = MORE_CASES["two nodes of Ray, TP2 PP2"] | {
     "kill": "ray::RayWorkerProc"
 }
 for name in ("two machines", "two machines, data parallel"):
-    headless, server = OTHERS[name]["machines"]
-    OTHERS[f"{name}, no shared directory"] = OTHERS[name] | {
+    headless, server = MORE_CASES[name]["machines"]
+    MORE_CASES[f"{name}, no shared directory"] = MORE_CASES[name] | {
         "machines": [headless | {"hides": ["{directory}/1"]}, server]
     }
-OTHERS["two machines, TP2 PP2"] = {
+MORE_CASES["two machines, TP2 PP2"] = {
     "machines": [
         machine(
             1,
@@ -161,7 +163,10 @@ OTHERS["two machines, TP2 PP2"] = {
     ],
     "kill": 0,
 }
-OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 1, "idle": True}
+MORE_CASES["two machines, idle, rank 0's dies"] = MORE_CASES["two machines"] | {
+    "kill": 1,
+    "idle": True,
+}
 """Run by hand: `PYTHONPATH=. ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`.
 """
 
@@ -171,7 +176,7 @@ def play(name: str) -> dict[str, Any]:
     asked, lengths = layouts.prompts(
         json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"]
     )
-    case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | OTHERS)[name]
+    case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | MORE_CASES)[name]
     variables: dict[str, Any] = {
         "VLLM_PLUGINS": "",
         "VLLM_RPC_BASE_PATH": "",
@@ -180,8 +185,8 @@ def play(name: str) -> dict[str, Any]:
     }
     done = npus.run(4, sys.executable, str(PROGRAM), json.dumps([case]), **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = npus.results(done.stdout)
-    return dict(found)
+    (record,) = npus.results(done.stdout)
+    return dict(record)
 
 
 def can_hide() -> bool:
@@ -201,22 +206,22 @@ def test_tokens_match_transformers_and_a_killed_rank_fails(name: str) -> None:
         pytest.skip(
             "machines with directories of their own need the right to create mount namespaces"
         )
-    found = play(name)
-    assert "failed" not in found, found["failed"]
-    count, others, _, mean = layouts.compare(layouts.ADDER, "bfloat16", found["results"])
-    assert (count, others) == (33, 0)
+    actual = play(name)
+    assert "failed" not in actual, actual["failed"]
+    count, mismatches, _, mean = layouts.compare(layouts.ADDER, "bfloat16", actual["results"])
+    assert (count, mismatches) == (33, 0)
     assert mean < 0.01
     if "kill" in CASES[name]:
-        assert SAID in found["said"]
-        assert found["answered"] < 30
-        assert found["gone"] < 30
-        assert found["codes"][-1] == 1
-        assert 0 not in found["codes"]
-        assert [found["left"], found["shared"], found["files"]] == [[], [], []]
+        assert DEATH_MESSAGE in actual["said"]
+        assert actual["answered"] < 30
+        assert actual["gone"] < 30
+        assert actual["codes"][-1] == 1
+        assert 0 not in actual["codes"]
+        assert [actual["left"], actual["shared"], actual["files"]] == [[], [], []]
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES | OTHERS:
+    for case in sys.argv[1:] or CASES | MORE_CASES:
         result = play(case)
         results = result.pop("results", None)
         compared = layouts.compare(layouts.ADDER, "bfloat16", results) if results else "no answers"

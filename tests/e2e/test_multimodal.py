@@ -4,7 +4,7 @@
 
 Prompts with images of several sizes, one with more tokens than a step has, and with a video, each
 twice, the second time from the prefix cache except with drafts. `tools/check architectures` compares more models.
-One engine more gets requests as a server does (``harness.media_service``), and engines of processes
+One engine more gets requests as a server does (``harness.engines.media_service``), and engines of processes
 serve them in layouts.
 """
 
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import layouts, media_service, model_types, multimodal, npus
+from harness.compare import layouts, model_types
+from harness.engines import media_service, npus
+from harness.references import multimodal
 
 MTP: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 MTP |= {"enable_prefix_caching": False}
@@ -59,17 +61,17 @@ SERVICE: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory: Path = tmp_path_factory.mktemp("multimodal")
-    found = {
+    result = {
         name: multimodal.case(name, kind, directory / name, ranks, dtype, engine)
         for name, (kind, ranks, dtype, engine, _) in CASES.items()
     }
     model, adapter = directory / "service", str(directory / "adapter")
     service = multimodal.case("service", "qwen2_5_vl", model, 2, "float32", SERVICE)
     media_service.adapter(model, Path(adapter))
-    short = found["qwen2.5-vl in graphs"] | {"name": "no streams", "streams": 36}
+    short = result["qwen2.5-vl in graphs"] | {"name": "no streams", "streams": 36}
     # Streams for two of the encoder's graphs.
-    found["no streams"] = short
-    return found | {"service": service | {"task": "service", "adapter": adapter}}
+    result["no streams"] = short
+    return result | {"service": service | {"task": "service", "adapter": adapter}}
 
 
 @pytest.fixture(scope="module")
@@ -85,36 +87,38 @@ def test_answers_are_those_of_transformers(
     kind, _, dtype, _, bound = CASES[name]
     assert not results[name]["differs"]
     logits = multimodal.reference(kind, Path(cases[name]["model"]), dtype)
-    found = multimodal.compare(logits, results[name]["results"])
-    print(f"{name}: {found}")
+    result = multimodal.compare(logits, results[name]["results"])
+    print(f"{name}: {result}")
     assert len(results[name]["results"]) == 2 * len(cases[name]["prompts"])
-    assert found["mean"] < bound
+    assert result["mean"] < bound
 
 
 def test_images_are_encoded_in_graphs(results: dict[str, Any]) -> None:
     """All but the image that is larger than every budget, also where decodes have no graphs."""
-    own, parallel = (results[f"{name} in graphs"] for name in ("qwen2.5-vl", "qwen3-vl"))
-    assert own["encoded"] == {"graphs": 3, "eagerly": 1}
+    single, parallel = (results[f"{name} in graphs"] for name in ("qwen2.5-vl", "qwen3-vl"))
+    assert single["encoded"] == {"graphs": 3, "eagerly": 1}
     assert parallel["encoded"]["graphs"] > 0  # of the first rank
-    assert [own["graphs"], parallel["graphs"]] == ["NONE", "FULL_DECODE_ONLY"]
-    assert own["counted"] == len(IN_GRAPHS["compilation_config"]["encoder_cudagraph_token_budgets"])
+    assert [single["graphs"], parallel["graphs"]] == ["NONE", "FULL_DECODE_ONLY"]
+    assert single["counted"] == len(
+        IN_GRAPHS["compilation_config"]["encoder_cudagraph_token_budgets"]
+    )
 
 
 def test_an_encoder_without_streams_is_run_eagerly(
     cases: dict[str, Any], results: dict[str, Any]
 ) -> None:
-    found = results["no streams"]
-    assert found["encoded"] == {"graphs": 0, "eagerly": 0}
+    result = results["no streams"]
+    assert result["encoded"] == {"graphs": 0, "eagerly": 0}
     assert "graphs of the encoder disabled: " in results["log"]
     logits = multimodal.reference("qwen2_5_vl", Path(cases["no streams"]["model"]))
-    assert multimodal.compare(logits, found["results"])["mean"] < 1e-4
+    assert multimodal.compare(logits, result["results"])["mean"] < 1e-4
 
 
 @pytest.fixture(scope="module")
 def service(results: dict[str, Any]) -> dict[str, Any]:
     assert not results["service"]["differs"]
-    (found,) = results["service"]["results"]
-    return dict(found)
+    (result,) = results["service"]["results"]
+    return dict(result)
 
 
 def test_a_batch_with_and_without_images(cases: dict[str, Any], service: dict[str, Any]) -> None:
@@ -148,10 +152,10 @@ def test_structured_output_about_images(service: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", media_service.unusual())
 def test_unusual_images_are_answered_or_refused(name: str, service: dict[str, Any]) -> None:
     """A refusal ends its request, and the engine serves the next."""
-    found = service["unusual"][name]
-    assert isinstance(found, str) == (name in media_service.BROKEN), found
-    if not isinstance(found, str):
-        assert all(math.isfinite(each) for each in found["logprobs"])
+    result = service["unusual"][name]
+    assert isinstance(result, str) == (name in media_service.BROKEN), result
+    if not isinstance(result, str):
+        assert all(math.isfinite(each) for each in result["logprobs"])
     assert service["last"]["tokens"] == service["mixed"][0]["tokens"]
 
 
@@ -184,8 +188,8 @@ def test_layouts_of_processes(name: str, cases: dict[str, Any], in_layouts: dict
     case = cases[LAYOUTS[name][0]]
     answers = [answer for (answer,) in in_layouts[name]["results"]]
     model = multimodal.reference(case["media"], Path(case["model"]))
-    found = multimodal.compare(model, answers)
-    print(f"{name}: {found}")
+    comparison = multimodal.compare(model, answers)
+    print(f"{name}: {comparison}")
     assert len(answers) == ROUNDS * len(multimodal.LENGTHS)
-    assert found["others"] == 0
-    assert found["most"] < 1e-3
+    assert comparison["others"] == 0
+    assert comparison["most"] < 1e-3

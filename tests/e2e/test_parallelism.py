@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, layouts, npus, vllm_runner
+from harness import checkout
+from harness.compare import layouts
+from harness.engines import npus, vllm_runner
 
 LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS | layouts.OF_PREFILLS
 LAYOUTS |= layouts.OF_DRAFTS
@@ -78,12 +80,12 @@ stages whose caches differ schedule other steps."""
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    made = {
+    paths = {
         model: layouts.make(model, directory)
         for model, *_ in CASES.values()
         if model in layouts.MODELS or model in layouts.OF_KINDS
     }
-    return {"adder": layouts.ADDER} | made
+    return {"adder": layouts.ADDER} | paths
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +114,22 @@ def test_answers_are_those_of_transformers(
     model, dtype, _, served_by = CASES[name]
     # They are not needed under an executor with processes.
     assert served_by in results[name].get("kinds", [served_by])
-    count, others, most, mean = layouts.compare(models[model], dtype, results[name]["results"])
+    count, mismatches, max_diff, mean = layouts.compare(
+        models[model], dtype, results[name]["results"]
+    )
     print(
-        f"{name}: {count} tokens, {others} others; log-probability difference max {most:.2e} mean"
+        f"{name}: {count} tokens, {mismatches} others; log-probability difference max {max_diff:.2e} mean"
         f" {mean:.2e}"
     )
     assert count == 33
     if dtype == "float32":
-        assert others == 0
-        assert most < 1e-4
+        assert mismatches == 0
+        assert max_diff < 1e-4
     elif model == "adder":  # trained: clear choices
-        assert others == 0
+        assert mismatches == 0
         assert mean < 0.01
     else:  # Rounding can decide a near tie of tokens or experts.
-        assert others <= 3
+        assert mismatches <= 3
         assert mean < 0.1
 
 

@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 import pytest
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 
 
 @pytest.fixture(scope="module")
@@ -17,16 +18,16 @@ def results() -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_requests_of_a_paused_engine(results: dict[str, Any], mode: str) -> None:
-    found = results[mode]
-    assert found["is paused"]
-    assert not found["is paused after"]
-    assert found["later"] == found["when paused"]
-    assert found["again"] == found["whole"]
+    result = results[mode]
+    assert result["is paused"]
+    assert not result["is paused after"]
+    assert result["later"] == result["when paused"]
+    assert result["again"] == result["whole"]
     if mode == "abort":
-        assert all(reason == "abort" for _, reason in found["paused"])
-        for (tokens, _), (whole, _) in zip(found["paused"], found["whole"], strict=True):
+        assert all(reason == "abort" for _, reason in result["paused"])
+        for (tokens, _), (whole, _) in zip(result["paused"], result["whole"], strict=True):
             assert tokens == whole[: len(tokens)]
     else:
-        assert found["paused"] == found["whole"]
-        is_whole = all(count == len(found["whole"][0][0]) for count in found["when paused"])
+        assert result["paused"] == result["whole"]
+        is_whole = all(count == len(result["whole"][0][0]) for count in result["when paused"])
         assert is_whole == (mode == "wait")

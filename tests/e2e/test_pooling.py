@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import model_types, npus, pooling
+from harness.compare import model_types
+from harness.engines import npus
+from harness.references import pooling
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def test_results_are_those_of_transformers(
     served = results[name]["results"]
     expected = pooling.reference(name, cases[name])
     assert [len(each) for each in served] == [len(each) for each in expected]
-    for own, theirs in zip(served, expected, strict=True):
-        assert own == pytest.approx(theirs, abs=1e-4)
+    for actual, theirs in zip(served, expected, strict=True):
+        assert actual == pytest.approx(theirs, abs=1e-4)
     if len(expected[0]) == 1:  # The scores of different prompts differ.
         assert len({round(score, 3) for (score,) in expected}) > 1

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, dequantized, layouts, model_types, npus, quantized
+from harness import checkout
+from harness.compare import layouts, model_types, quantized
+from harness.engines import npus
 from harness.models import fp8, gpt_oss, hybrid
+from harness.references import dequantized
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 # with torch.compile's fusions
@@ -109,7 +112,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dequantized.Mo
 def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """The models in FP8, and dequantized."""
     directory = tmp_path_factory.mktemp("fp8")
-    made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {
+    paths = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {
         "mxfp4": gpt_oss.make(directory)
     }
     # Every token goes to every expert, because int8 inputs of a router change which experts are
@@ -119,8 +122,8 @@ def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
         "layer_types": hybrid.LINEAR,
         "num_hidden_layers": 4,
     }
-    made["fp8, gated delta net"] = fp8.make(directory / "delta", "fp8", "Qwen3Next", **delta)
-    return made | {
+    paths["fp8, gated delta net"] = fp8.make(directory / "delta", "fp8", "Qwen3Next", **delta)
+    return paths | {
         "fp8, all experts": fp8.make(
             directory / "all", "fp8", num_experts_per_tok=fp8.COMMON["num_experts"]
         )
@@ -152,24 +155,24 @@ def test_log_probabilities_are_those_of_dequantized_weights(
 ) -> None:
     assert CASES[name][5] in results[name]["kinds"]
     answers = results[name]["results"]
-    count, most, mean = dequantized.Reference(models[name], quantized=False).compare(answers)
+    count, max_diff, mean = dequantized.Reference(models[name], quantized=False).compare(answers)
     alike = dequantized.Reference(models[name], quantized=True)
     _, most_alike, mean_alike = alike.compare(answers)
     print(
-        f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized"
+        f"{name}: {count} tokens, average {mean:.4f} at most {max_diff:.4f}; with inputs quantized"
         f" {mean_alike:.4f}, {most_alike:.4f}"
     )
     assert count == 33
     assert mean < quantized.FLOAT_BOUND
     assert mean_alike < quantized.BOUND
     # The bound detects errors: scales of one scheme that are a tenth too large exceed it.
-    matrices = models[name].made.matrices
-    fewest = min(own.spec.bits for own in matrices.values())
-    scheme, own = next(
-        (name, own) for name, own in reversed(matrices.items()) if own.spec.bits == fewest
+    matrices = models[name].written.matrices
+    fewest = min(matrix.spec.bits for matrix in matrices.values())
+    scheme, matrix = next(
+        (name, matrix) for name, matrix in reversed(matrices.items()) if matrix.spec.bits == fewest
     )
-    for other, its in models[name].made.matrices.items():
-        if its.spec == own.spec:
+    for other, its in models[name].written.matrices.items():
+        if its.spec == matrix.spec:
             alike.put(other, dequantized.wrong_scale(its))
     assert alike.compare(answers)[2] > quantized.BOUND, scheme
 
@@ -180,12 +183,13 @@ def test_converted_weights_are_the_dequantized_ones(
 ) -> None:
     form, dtype, _, kind = FP8_CASES[name]
     assert kind in results[name]["kinds"]
-    count, others, most, mean = layouts.compare(
+    count, mismatches, max_diff, mean = layouts.compare(
         fp8_models[form][1], dtype, results[name]["results"]
     )
-    print(f"{name}: {count} tokens, average {mean:.6f} at most {most:.6f}")
+    print(f"{name}: {count} tokens, average {mean:.6f} at most {max_diff:.6f}")
     assert count == 33
     if dtype == "float32":
-        assert (others, most < 1e-4) == (0, True)
+        assert mismatches == 0
+        assert max_diff < 1e-4
     else:
         assert mean < (quantized.BOUND if kind == "DequantizedExperts" else quantized.FLOAT_BOUND)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import launches
-from harness.distributions import write_metadata
+from harness.compare import launches
+from harness.project.distributions import write_metadata
 
 REGISTER = """
 def register():
@@ -37,14 +37,14 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     write_metadata(directory, "seeded-faults", entry_points=points)
     paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     case = launches.CASES["dense"] | {"name": "dense", "layers": [2]}
-    found = {}
+    result = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         for fault in FAULTS:
             more = {"VLLM_PLUGINS": "ascend,seeded_faults", "SEEDED_FAULT": fault}
             runs = launches.count([case], tmp_path_factory.mktemp(fault), **more)
-            found[fault] = runs["dense"][0]["decode"]
-    return found
+            result[fault] = runs["dense"][0]["decode"]
+    return result
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from harness import checkout, layouts, npus
+from harness import checkout
+from harness.compare import layouts
+from harness.engines import npus
 
 CYCLES = 20
 
@@ -113,8 +115,8 @@ def result(models):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = npus.results(done.stdout)
-    return found
+    (record,) = npus.results(done.stdout)
+    return record
 
 
 def test_sleep_frees_weights_and_cache(result):

@@ -8,20 +8,21 @@ import json
 import sys
 from pathlib import Path
 
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 from harness.models.small import TINY
 
 
-def test_engine_core_restores_the_collector_and_ends_with_parent() -> None:
+def test_engine_core_restores_garbage_collection_and_exits_with_its_parent() -> None:
     done = npus.run(
         1, sys.executable, str(checkout.PROGRAMS / "start_engine.py"), str(checkout.ADDER)
     )
-    (found,) = npus.results(done.stdout)
-    assert found["ended"]
-    assert found["pid"] != found["parent"]
-    assert "ascend-parent" in found["threads"]
-    assert tuple(found["thresholds"]) == gc.get_threshold()
-    assert found["frozen"] > 500_000  # what is imported
+    (result,) = npus.results(done.stdout)
+    assert result["ended"]
+    assert result["pid"] != result["parent"]
+    assert "ascend-parent" in result["threads"]
+    assert tuple(result["thresholds"]) == gc.get_threshold()
+    assert result["frozen"] > 500_000  # what is imported
 
 
 def test_rotary_table_that_is_too_short_is_refused(tmp_path: Path) -> None:

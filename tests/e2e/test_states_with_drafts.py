@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import torch
-from harness import checkout, layouts, npus
+from harness import checkout
+from harness.compare import layouts
+from harness.engines import npus
 from harness.models import hybrid
 
 DRAFTS = 2
@@ -29,7 +31,7 @@ def test_one_token_prompts_begin_without_stale_states(tmp_path: Path) -> None:
     program = str(checkout.PROGRAMS / "serve_one_token_prompts.py")
     done = npus.run(1, sys.executable, program, json.dumps(case))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    exact, far = layouts.reference(model, "bfloat16"), {}
+    exact, differences = layouts.reference(model, "bfloat16"), {}
     for drafts, served in zip(case["drafts"], npus.results(done.stdout), strict=True):
         assert served["mode"] == "FULL_DECODE_ONLY"
         for turn, answers in enumerate(served["rounds"]):
@@ -40,6 +42,6 @@ def test_one_token_prompts_begin_without_stale_states(tmp_path: Path) -> None:
                     scores = exact(torch.tensor([prompt + answer["tokens"]])).logits[0]
                 expected = scores[len(prompt) - 1 : -1].log_softmax(-1)
                 error = torch.tensor(answer["logprobs"]) - expected.gather(1, tokens[:, None])[:, 0]
-                far[drafts, turn, i] = float(error.abs().max())
-    print(f"at most {max(far.values())}")
-    assert {key: error for key, error in far.items() if error > BOUND} == {}
+                differences[drafts, turn, i] = float(error.abs().max())
+    print(f"at most {max(differences.values())}")
+    assert {key: error for key, error in differences.items() if error > BOUND} == {}

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 import pytest
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 
 
 @pytest.fixture(scope="module")
@@ -15,12 +16,12 @@ def result() -> dict[str, Any]:
     command = [sys.executable, str(checkout.PROGRAMS / "serve_two_engines.py"), str(checkout.ADDER)]
     done = npus.run(1, *command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = npus.results(done.stdout)
-    return found
+    (record,) = npus.results(done.stdout)
+    return record
 
 
 @pytest.mark.parametrize("stage", ["both", "first asleep", "first awake", "second asleep"])
-def test_tokens_are_those_of_an_engine_alone(result: dict[str, Any], stage: str) -> None:
+def test_tokens_are_those_of_a_single_engine(result: dict[str, Any], stage: str) -> None:
     """Also while the other engine sleeps, whose rotary tables and graphs are freed."""
     assert all(tokens == result["alone"] for tokens in result[stage])
     assert len({tuple(tokens) for tokens in result["alone"]}) == len(result["alone"])

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import references, vllm_runner
-from harness.features import serving, speculation
+from harness.compare.features import serving, speculation
+from harness.engines import vllm_runner
 from harness.models import small as small_models
+from harness.references import log_probabilities
 
 if not vllm_runner.IS_V2:
     pytest.skip("only vLLM's V2 model runner has watermarking", allow_module_level=True)
@@ -38,14 +39,14 @@ CONFIGS = {
 
 def requests() -> list[dict[str, Any]]:
     """Watermarked answers, one without, a greedy one, and one of top-k and top-p, in a batch."""
-    others: list[dict[str, Any]] = [
+    variants: list[dict[str, Any]] = [
         {"watermarking": False},
         {"temperature": 0},
         {"top_k": 20, "top_p": 0.9, "seed": 5},
     ]
     return [
         {"prompt": prompt, "sampling": SAMPLED | more}
-        for prompt, more in zip(serving.prompts(), [{}, {}, {}, *others], strict=True)
+        for prompt, more in zip(serving.prompts(), [{}, {}, {}, *variants], strict=True)
     ]
 
 
@@ -88,14 +89,17 @@ def repeats(prompt: list[int], tokens: list[int], config: dict[str, Any]) -> lis
     if scope == "none":
         return [False] * len(tokens)
     text = prompt + tokens if scope == "all" else tokens
-    first, most = len(text) - len(tokens), config.get("deduplicate_contexts_max_history", 8192)
+    first, max_history = (
+        len(text) - len(tokens),
+        config.get("deduplicate_contexts_max_history", 8192),
+    )
     padded = [-1] * width + text
-    found = []
+    repeated = []
     for place in range(first, len(text)):
         context = padded[place : place + width]
-        before = (padded[each : each + width] for each in range(max(0, place - most), place))
-        found.append(context in before or (scope == "all" and place - first < width))
-    return found
+        before = (padded[each : each + width] for each in range(max(0, place - max_history), place))
+        repeated.append(context in before or (scope == "all" and place - first < width))
+    return repeated
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *DRAFTS])
@@ -104,7 +108,7 @@ def test_tokens_are_those_of_the_key(name: str, results: dict[str, Any], directo
     model would."""
     config, model = (
         CONFIGS.get(name, CONFIGS[TWO]),
-        references.reference(small_models.target(directory)),
+        log_probabilities.reference(small_models.target(directory)),
     )
     has_two, width = "algorithm" in config, config.get("context_width", 4)
     keys = (
@@ -115,7 +119,10 @@ def test_tokens_are_those_of_the_key(name: str, results: dict[str, Any], directo
         sampling, tokens = request["sampling"], answer["tokens"]
         if not is_marked(request) or "top_k" in sampling:
             continue
-        scores = references.logits(model, request["prompt"], [tokens])[0] / sampling["temperature"]
+        scores = (
+            log_probabilities.logits(model, request["prompt"], [tokens])[0]
+            / sampling["temperature"]
+        )
         padded = [-1] * width + tokens
         contexts = torch.tensor([padded[place : place + width] for place in range(len(tokens))])
         noise = [
@@ -145,25 +152,27 @@ def test_tokens_are_those_of_the_key(name: str, results: dict[str, Any], directo
 
 
 @pytest.mark.parametrize("name", ["gumbel", TWO, *DRAFTS])
-def test_detector_finds_watermarked_answers_alone(name: str, results: dict[str, Any]) -> None:
+def test_detector_finds_only_watermarked_answers(name: str, results: dict[str, Any]) -> None:
     config = CONFIGS.get(name, CONFIGS[TWO])
     make = DualKeyGumbelWatermarkDetector if "algorithm" in config else GumbelWatermarkDetector
     given = {"alpha": 0.5 if name in DRAFTS else config["alpha"]} if "algorithm" in config else {}
     detector, other = (make(key, config.get("context_width", 4), **given) for key in (KEY, KEY + 1))
     for request, (answer,) in zip(requests(), results[name]["steps"][0], strict=True):
-        found, wrong = (each.detect(answer["tokens"]).p_value for each in (detector, other))
-        print(f"{name}: {found:.1e}, with another key {wrong:.1e}")
-        assert (found < 1e-4) == is_marked(request)
+        result, wrong = (each.detect(answer["tokens"]).p_value for each in (detector, other))
+        print(f"{name}: {result:.1e}, with another key {wrong:.1e}")
+        assert (result < 1e-4) == is_marked(request)
         assert wrong > 1e-4
 
 
 def test_greedy_answer_in_the_batch_has_transformers_tokens(
     results: dict[str, Any], directory: Path
 ) -> None:
-    model = references.reference(small_models.target(directory))
+    model = log_probabilities.reference(small_models.target(directory))
     for name in (*CONFIGS, *DRAFTS):
         request, (answer,) = requests()[4], results[name]["steps"][0][4]
         assert (
-            references.logits(model, request["prompt"], [answer["tokens"]])[0].argmax(-1).tolist()
+            log_probabilities.logits(model, request["prompt"], [answer["tokens"]])[0]
+            .argmax(-1)
+            .tolist()
             == answer["tokens"]
         )

@@ -6,7 +6,9 @@ import json
 import sys
 
 import pytest
-from harness import checkout, layouts, npus
+from harness import checkout
+from harness.compare import layouts
+from harness.engines import npus
 
 PROGRAM = checkout.PROGRAMS / "update_weights.py"
 

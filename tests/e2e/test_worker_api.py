@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 import pytest
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 
 ADDER = checkout.ADDER
 
@@ -24,8 +25,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         VLLM_PLUGINS="",
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = npus.results(done.stdout)
-    return dict(found)
+    (record,) = npus.results(done.stdout)
+    return dict(record)
 
 
 def test_profiler_session_has_a_trace_with_operators_and_steps(
@@ -58,7 +59,7 @@ def test_npu_metrics_are_reported(result: dict[str, Any]) -> None:
     assert 0 <= values["utilization_ratio"] <= 1
 
 
-def test_allocator_s_segments_grow_by_default(result: dict[str, Any]) -> None:
+def test_allocator_segments_grow_by_default(result: dict[str, Any]) -> None:
     assert result["expandable"]
     assert all(result["expandable"])
 

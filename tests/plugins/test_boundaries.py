@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import checkout
-from harness.circles import circles
+from harness.project.circles import circles
 
 PACKAGES = checkout.ROOT / "packages"
 OURS = {path.name for path in PACKAGES.glob("*/src/*") if path.is_dir()}
@@ -32,22 +32,23 @@ def imported(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGES)))
 def test_packages_import_only_the_interface_of_the_platform(path: Path) -> None:
-    own = path.relative_to(PACKAGES).parts[2]
-    across = [name for name in imported(path) if (top := name.split(".")[0]) in OURS and top != own]
+    package = path.relative_to(PACKAGES).parts[2]
+    across = [
+        name for name in imported(path) if (top := name.split(".")[0]) in OURS and top != package
+    ]
     assert [
         name for name in across if not f"{name}.".startswith(tuple(f"{each}." for each in DOORS))
     ] == []
 
 
-@pytest.mark.parametrize("room", ["cli", "extension"])
-def test_platform_imports_neither_its_command_line_nor_its_door(room: str) -> None:
+def test_platform_does_not_import_its_interface() -> None:
     platform = next(path for path in PACKAGES.glob("*/src/*") if path.name == "ascend_platform")
-    inside = [path for path in platform.rglob("*.py") if path.parts[len(platform.parts)] != room]
+    inside = [path for path in platform.rglob("*.py") if path != platform / "extension.py"]
     assert [
         (str(path), name)
         for path in inside
         for name in imported(path)
-        if f"{name}.".startswith(f"ascend_platform.{room}.") and path.stem != room
+        if name.startswith(("ascend_platform.extension", "ascend_platform.installation"))
     ] == []
 
 
@@ -62,11 +63,11 @@ def test_product_code_does_not_know_the_emulator(path: Path) -> None:
 
 def test_only_v1_imports_v1() -> None:
     """vLLM may remove its V1 runner with any release: what serves it is deleted by path."""
-    others = [path for path in FILES if not {"v1", "v1.py"} & {*path.parts}]
-    assert len(FILES) - len(others) > 5
+    remaining = [path for path in FILES if not {"v1", "v1.py"} & {*path.parts}]
+    assert len(FILES) - len(remaining) > 5
     assert [
         f"{path.relative_to(PACKAGES)}: {name}"
-        for path in others
+        for path in remaining
         for name in imported(path)
         if name.startswith("ascend_platform.") and "v1" in name.split(".")
     ] == []
@@ -85,13 +86,13 @@ COMMANDS = [
 def modules(top: Path, package: str = "") -> dict[str, Path]:
     """The files of a folder by the names that they are imported under, commands without a suffix
     included."""
-    found = {}
+    paths = {}
     for path in [*top.rglob("*.py"), *(path for path in COMMANDS if path.parent == top)]:
         parts = path.relative_to(top).with_suffix("").parts
-        found[
+        paths[
             ".".join(filter(None, (package, *(part for part in parts if part != "__init__"))))
         ] = path
-    return found
+    return paths
 
 
 def imported_modules(path: Path, known: Collection[str]) -> set[str]:
@@ -136,6 +137,60 @@ def test_no_modules_import_each_other(name: str) -> None:
     assert circles_of_imports(modules(*FOLDERS[name])) == []
 
 
+@pytest.mark.parametrize(("side", "peer"), [("consumer", "producer"), ("producer", "consumer")])
+def test_sides_of_a_kv_transfer_are_independent(side: str, peer: str) -> None:
+    """A rank may be only one of the two; what both use lies beside them."""
+    p2p = PACKAGES / "ascend-kv-connector" / "src" / "ascend_kv_connector" / "p2p"
+    files = [*(p2p / side).glob("*.py")]
+    assert len(files) > 4
+    assert [
+        name
+        for path in files
+        for name in imported(path)
+        if f"ascend_kv_connector.p2p.{peer}" in name
+    ] == []
+
+
+ORDER = (
+    "errors chips logger fingerprint protocols",
+    "host options",
+    "plugins",
+    "overrides",
+    "transfer",
+    "process",
+    "config",
+    "observability sampling",
+    "attention",
+    "kernels",
+    "ops state_layers",
+    "lora quantization graph",
+    "activation",
+    "worker",
+    "runners",
+    "installation",
+    "platform extension",
+)
+"""Folders and modules of ascend_platform: each imports only those of lines above its own."""
+
+
+def test_folders_of_the_platform_import_downward() -> None:
+    """``config`` imports no folder with a subject: they declare features, which it composes."""
+    top = FOLDERS["ascend_platform"][0]
+    known = modules(top, "ascend_platform")
+    levels = {name: level for level, line in enumerate(ORDER) for name in line.split()}
+    folders = {name.split(".")[1] for name in known if "." in name}
+    assert folders == {*levels}, "a folder without a line in ORDER"
+    upward = {
+        (name, other)
+        for name, path in known.items()
+        for other in imported_modules(path, known)
+        if "." in name and "." in other
+        if (ours := name.split(".")[1]) != (imported := other.split(".")[1])
+        if levels[ours] <= levels[imported]
+    }
+    assert upward == set()
+
+
 def tops(paths: Iterable[Path]) -> set[str]:
     """The first part of the names of all that the files import."""
     return {name.partition(".")[0] for path in paths for name in imported(path)}
@@ -150,12 +205,12 @@ def test_tools_import_of_the_harness_only_progress() -> None:
 
 
 def test_tests_and_harness_import_nothing_of_the_tools() -> None:
-    own = {path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))} | {
-        path.name for path in COMMANDS
-    }
-    assert {"environment", "versions", "docs-tables"} <= own
+    tool_names = {
+        path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))
+    } | {path.name for path in COMMANDS}
+    assert {"environment", "versions", "docs-tables"} <= tool_names
     files = [*HARNESS.rglob("*.py"), *TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/**/*.py")]
-    assert tops(files) & (own | {"tools"}) == set()
+    assert tops(files) & (tool_names | {"tools"}) == set()
 
 
 def test_harness_does_not_import_its_programs() -> None:
@@ -176,10 +231,10 @@ def test_tests_share_only_the_harness(part: str) -> None:
     }.get(part, (TESTS / part).rglob("*.py"))
     files = [*files]
     assert files
-    others = {*PARTS, "conftest", "tests"} | {
+    forbidden = {*PARTS, "conftest", "tests"} | {
         path.stem for other in PARTS if other != part for path in (TESTS / other).glob("*.py")
     }
-    assert tops(files) & others == set()
+    assert tops(files) & forbidden == set()
 
 
 SIBLINGS = sorted(OURS - {"ascend_platform", "ascend_emulator"})
@@ -192,25 +247,27 @@ from ascend_platform import extension
 siblings, doors, crossed = json.loads(sys.argv[1]), json.loads(sys.argv[2]), set()
 plain = builtins.__import__
 
-def own(depth=2):
+def sibling_above(depth=2):
     name = sys._getframe(depth).f_globals.get("__name__", "").partition(".")[0]
     return name if name in siblings else ""
 
 def watched(name, globals=None, locals=None, fromlist=(), level=0):
     top = name.partition(".")[0]
-    if level == 0 and (importer := own()) and top in (*siblings, "ascend_platform") and top != importer:
+    if level == 0 and (importer := sibling_above()) and top in (*siblings, "ascend_platform") and top != importer:
         found = {f"{importer}: {name}.{part}" for part in fromlist or [""]}
         crossed.update(each for each in found if not f"{each}.".startswith(tuple(f"{importer}: {door}." for door in doors)))
     return plain(name, globals, locals, fromlist, level)
 
 class Watched(ModuleType):
     def __getattribute__(self, name):
-        if (user := own()) and name not in __all__ and not name.startswith("__"):
-            crossed.add(f"{user}: extension.{name}")
+        interface = super().__getattribute__("__name__").rpartition(".")[2]
+        if (user := sibling_above()) and name not in public[interface] and not name.startswith("__"):
+            crossed.add(f"{user}: {interface}.{name}")
         return super().__getattribute__(name)
 
-__all__ = extension.__all__
-extension.__class__ = Watched
+public = {"extension": extension.__all__, "installation": extension.installation.__all__}
+for interface in (extension, extension.installation):
+    interface.__class__ = Watched
 builtins.__import__ = watched
 loaded = []
 for sibling in siblings:
@@ -242,12 +299,13 @@ def test_siblings_use_only_the_public_interface() -> None:
 def test_use_of_other_names_is_found(tmp_path: Path) -> None:
     (tmp_path / "plugin_of_somebody").mkdir()
     (tmp_path / "plugin_of_somebody" / "__init__.py").write_text(
-        "from ascend_platform import extension, host\nimport ascend_platform.cli.main\ndef"
-        " register():\n    extension.requirements.declared('x')\n    extension.join('somebody',"
-        " 'somebody')\n"
+        "from ascend_platform import extension, host\nimport ascend_platform.plugins.registry\ndef"
+        " register():\n    extension.requirements.declared('x')\n    extension.installation.plugins\n"
+        "    extension.join('somebody', 'somebody')\n"
     )
     assert crossings(tmp_path)[0] == [
-        "plugin_of_somebody: ascend_platform.cli.main.",
         "plugin_of_somebody: ascend_platform.host",
+        "plugin_of_somebody: ascend_platform.plugins.registry.",
         "plugin_of_somebody: extension.requirements",
+        "plugin_of_somebody: installation.plugins",
     ]

@@ -26,14 +26,14 @@ def admitted(distribution: str) -> SpecifierSet:
 
 def shims() -> list[Any]:
     """Every shim of every wheel that has a module of shims."""
-    found = []
+    result = []
     for distribution in COMPONENTS:
         package = distribution.replace("-", "_")
         module = f"{package}.overrides.shims"
         if importlib.util.find_spec(f"{package}.overrides"):
             for name, shim in importlib.import_module(module).SHIMS.items():
-                found.append(pytest.param(distribution, shim, id=f"{distribution}:{name}"))
-    return found
+                result.append(pytest.param(distribution, shim, id=f"{distribution}:{name}"))
+    return result
 
 
 @pytest.mark.parametrize("distribution", COMPONENTS)
@@ -53,6 +53,6 @@ def test_shim_is_needed_by_the_lowest_supported_vllm(distribution: str, shim: An
 
 
 @pytest.mark.parametrize(("distribution", "shim"), shims())
-def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim: Any) -> None:
+def test_shim_is_used_only_by_versions_that_need_it(distribution: str, shim: Any) -> None:
     installed = Version(importlib.metadata.version("vllm"))
     assert shim.needed == (installed < Version(shim.until))

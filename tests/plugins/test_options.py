@@ -15,11 +15,11 @@ from ascend_kv_connector.config import Options as ConnectorOptions
 from ascend_kv_connector.store.options import StoreOptions
 from ascend_model_loader.options import Options as LoaderOptions
 from ascend_model_loader.options import parse_options
-from ascend_platform.config import options
+from ascend_platform import options
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import COMPONENTS
 from harness import checkout
-from harness.doctor import examine
+from harness.project.doctor import examine
 
 WRONG = (5, 1.5, "x", True, None, [1], {"a": {}}, [], {})
 """Values of every type that JSON has; an option takes some of them."""
@@ -71,15 +71,17 @@ def test_wrong_types_of_each_option_are_refused_in_one_line(known_options, monke
         monkeypatch.setenv(variable, "")
     for name, keys in known_options.items():
         for key in keys:
-            said = list(
+            messages = list(
                 refusals(
                     lambda value, name=name, key=key: options.configure(
                         {"ascend": {name: {key: value}}}
                     )
                 )
             )
-            assert len(said) >= 6, (name, key, said)
-            assert all(f"ascend.{name}.{key}" in line and "\n" not in line for line in said), said
+            assert len(messages) >= 6, (name, key, messages)
+            assert all(f"ascend.{name}.{key}" in line and "\n" not in line for line in messages), (
+                messages
+            )
     options.configure({})
 
 
@@ -103,7 +105,7 @@ def test_options_are_checked_where_they_are_read():
     ):
         config = SimpleNamespace(additional_config={"ascend": ascend})
         with pytest.raises(RefusedError, match=r"^additional_config [^\n]*$"):
-            options.platform(config)
+            options.of(options.Platform, config)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +120,16 @@ def test_options_are_checked_where_they_are_read():
 def test_wrong_connector_and_loader_types_are_refused(take, keys, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_WEIGHTS_SECRET", "a secret of sixteen bytes")
     for key in keys:
-        said = list(refusals(lambda value, key=key: take({key: value})))
-        assert len(said) >= 5, (key, said)
-        assert all(key in line and "\n" not in line for line in said), said
+        messages = list(refusals(lambda value, key=key: take({key: value})))
+        assert len(messages) >= 5, (key, messages)
+        assert all(key in line and "\n" not in line for line in messages), messages
 
 
 READERS = {
     "ascend_platform/activation.py",  # Hands them to the components.
-    "ascend_platform/cli/checks.py",  # The doctor's argument of this name.
-    "ascend_platform/config/resolve.py",
-    "ascend_platform/config/unsupported.py",  # Also reads vLLM's own key gdn_prefill_backend.
+    "ascend_cli/checks.py",  # The doctor's argument of this name.
+    "ascend_platform/options.py",  # Keeps the tables there.
+    "ascend_platform/ops/features.py",  # vLLM's own key gdn_prefill_backend.
 }
 """Files that read ``additional_config``; all others read a table."""
 
@@ -148,7 +150,7 @@ def reads_beside_tables(tree: ast.Module) -> list[int]:
 
 
 def test_product_code_reads_options_from_tables():
-    found, beside = set(), []
+    result, beside = set(), []
     for source in checkout.ROOT.glob("packages/*/src"):
         for path in source.rglob("*.py"):
             text, name = path.read_text(), str(path.relative_to(source))
@@ -157,8 +159,8 @@ def test_product_code_reads_options_from_tables():
             tree = ast.parse(text)
             beside += [f"{name}:{line}" for line in reads_beside_tables(tree)]
             if any(getattr(node, "attr", "") == "additional_config" for node in ast.walk(tree)):
-                found.add(name)
-    assert (found, beside) == (READERS, [])
+                result.add(name)
+    assert (result, beside) == (READERS, [])
 
 
 def test_a_read_beside_the_table_is_found():

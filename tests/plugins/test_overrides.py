@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ascend_platform import fingerprint
-from ascend_platform.overrides import launch_sites, table
+from ascend_platform.overrides import table
 from harness.checkout import ROOT
 
 PACKAGES = ROOT / "packages"
@@ -83,7 +83,7 @@ def test_no_wheel_replaces_a_name_of_vllm_by_itself(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "is_found"),
     [
         ("from vllm.v1 import worker\nworker.graph = 1", ["worker.graph"]),
         ("import vllm.envs as envs\nenvs.variables['A'] = 1", ["envs.variables['A']"]),
@@ -93,8 +93,8 @@ def test_no_wheel_replaces_a_name_of_vllm_by_itself(path: Path) -> None:
         ("from vllm import a\nx = a.b\nx.c = a.d()", []),
     ],
 )
-def test_replacement_is_found(source: str, found: list[str]) -> None:
-    assert list(replaced(source)) == found
+def test_replacement_is_found(source: str, is_found: list[str]) -> None:
+    assert list(replaced(source)) == is_found
 
 
 def calls(files: Iterable[Path]) -> Iterator[list[str]]:
@@ -119,16 +119,24 @@ def calls(files: Iterable[Path]) -> Iterator[list[str]]:
 def test_every_row_is_used_and_every_use_has_a_row() -> None:
     """Those of V1 are used in its own folders."""
     of_v1 = {path for path in FILES if "v1" in path.parts}
-    for files, tables in ((of_v1, ("v1",)), ({*FILES} - of_v1, ("common", "states", "v2"))):
-        made = [call for call in calls(files) if len(call) > 1 and isinstance(call[1], str)]
-        used = {target for name, target, *_ in made if name in CALLS and target.startswith("vllm.")}
+    shared = ("common", "states", "v2", "ascend_models")
+    for files, tables in ((of_v1, ("v1",)), ({*FILES} - of_v1, shared)):
+        literal_calls = [
+            call for call in calls(files) if len(call) > 1 and isinstance(call[1], str)
+        ]
+        used = {
+            target
+            for name, target, *_ in literal_calls
+            if name in CALLS and target.startswith("vllm.")
+        }
         installed = {
             (table_name, module)
-            for name, table_name, *modules in made
-            if name == "install"
+            for name, table_name, *modules in literal_calls
+            if name in ("install", "extension.install_overrides")
             for module in modules or ["all"]
         }
         rows = [(name, each) for name in tables for each in table.rows(name)]
+        rows = [(name, each) for name, each in rows if each.action not in table.OF_LAUNCHES]
         assert used == {each.target for _, each in rows if not each.by}
         by_row = {
             (name, "all" if (name, "all") in installed else each.by.partition(":")[0])
@@ -140,11 +148,11 @@ def test_every_row_is_used_and_every_use_has_a_row() -> None:
 
 def test_replacements_exist() -> None:
     """Defined, or imported, in the module that the row names; it is not imported here."""
-    folder = PACKAGES / "ascend-platform" / "src" / "ascend_platform"
-    for each in table.rows():
+    for each in (*table.rows(), *table.optional_rows()):
         if each.by:
             module, _, name = each.by.partition(":")
-            source = (folder / f"{module.replace('.', '/')}.py").read_text()
+            source = fingerprint.module_source(f"{each.package}.{module}")
+            assert source is not None, each.by
             assert fingerprint.fingerprint(source, name), each.by
 
 
@@ -154,29 +162,21 @@ def test_tables_are_in_overrides_only() -> None:
         str(path.relative_to(PACKAGES))
         for path in (*FILES, *PACKAGES.glob("*/src/**/*.toml"))
         if "overrides" not in path.parts
+        and path.name not in ("overrides.toml", "launches.toml")
         and re.search(r"\bOverride\(|^\[\[override\]\]", path.read_text(), re.MULTILINE)
     ]
     assert elsewhere == []
 
 
 def test_fingerprints_are_written_once() -> None:
-    """That of a launch site is in launch_sites.csv only, in the first row that has the name."""
-    folder = PACKAGES / "ascend-platform" / "src" / "ascend_platform" / "overrides"
-    in_tables = {
-        source
-        for path in folder.glob("*.toml")
-        for source in re.findall('"([0-9a-f]{12})"', path.read_text())
-    }
-    written = [
-        (target, source)
-        for site in launch_sites.sites()
-        for target, source in zip(
-            site.targets, (site.kernel_source, site.caller_source), strict=True
-        )
-        if source
-    ]
-    assert len(dict(written)) == len(written) == len(launch_sites.sources())
-    assert len(in_tables) > 50
-    assert not in_tables & {source for _, source in written}
+    """Names have one row; a kernel with several callers has the same fingerprint in all rows."""
     targets = [each.target for each in table.rows()]
-    assert len(set(targets)) == len(targets)
+    assert len(set(targets)) == len(targets) > 150
+    of_launches: dict[str, set[str]] = {}
+    for each in table.rows("v2"):
+        compared = {each.target: each.sources[table.V2_SINCE], **each.kernels, **each.callers}
+        for target, source in compared.items():
+            assert re.fullmatch("[0-9a-f]{12}", source), target
+            if not each.compared:
+                of_launches.setdefault(target, set()).add(source)
+    assert [target for target, sources in of_launches.items() if len(sources) != 1] == []

@@ -10,26 +10,30 @@ from pathlib import Path
 
 from ascend_platform import extension
 from harness import checkout
-from harness.distributions import write_metadata
+from harness.project.distributions import write_metadata
 
 ADDER = checkout.ADDER
 PATCHES = """
 import multiprocessing, os
-from ascend_patches import patch
 
 
-def declare(function, target, scope, fingerprint):
+def traced(function):
     def make(original):
         def replacement(*args, **kwargs):
             with open(os.environ["TRACE"], "a") as trace:
                 print(function, multiprocessing.current_process().name, file=trace)
             return original(*args, **kwargs)
         return replacement
-    make.__name__ = function
-    return patch(target=target, scope=scope, vllm=">=0", reason="trace", upstream="none", remove_when="the test ends",
-                 fingerprint=fingerprint)(make)
+    return make
 
 
+"""
+ROW = """
+[[override]]
+target = "{target}"
+by = "patch_traces:{function}"
+scope = "{scope}"
+sources = {{ "0.31" = "{known}" }}
 """
 TARGETS = {
     "arguments": ("vllm.engine.arg_utils:EngineArgs.create_model_config", "platform"),
@@ -59,16 +63,18 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
     package = tmp_path / "plugin_of_somebody"
     package.mkdir()
     package.joinpath("__init__.py").touch()
-    lines = []
+    rows, lines = "optional = true\n", []
     for function, (target, scope) in TARGETS.items():
         module, _, qualname = target.partition(":")
         source = extension.module_source(module) or ""
         known = (
             "0" * 12 if function in ("busy", "renamed") else extension.fingerprint(source, qualname)
         )
-        lines.append(f"{function} = declare({function!r}, {target!r}, {scope!r}, {known!r})")
+        rows += ROW.format(target=target, function=function, scope=scope, known=known)
+        lines.append(f"{function} = traced({function!r})")
+    package.joinpath("overrides.toml").write_text(rows)
     package.joinpath("patch_traces.py").write_text(PATCHES + "\n".join(lines) + "\n")
-    points = "[vllm_ascend.patches]\nsomebody = plugin_of_somebody\n"
+    points = "[vllm_ascend.overrides]\nsomebody = plugin_of_somebody\n"
     write_metadata(tmp_path, "plugin-of-somebody", entry_points=points)
     script, trace = tmp_path / "serve.py", tmp_path / "trace"
     script.write_text(SCRIPT)
@@ -85,8 +91,8 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    said = done.stdout + done.stderr
-    assert "ANSWER 46;" in done.stdout, said[-5000:]
+    log = done.stdout + done.stderr
+    assert "ANSWER 46;" in done.stdout, log[-5000:]
     assert trace.read_text().splitlines() == [
         "arguments MainProcess",
         "start EngineCore",
@@ -95,11 +101,11 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
     ]
     assert (
         "patch traces.busy disabled: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has"
-        " changed" in said
+        " changed" in log
     )
-    assert "expected 000000000000" in said
+    assert "expected 000000000000" in log
     assert (
         "patch traces.renamed disabled: target vllm.v1.engine.core:EngineCoreProc.run_loop is"
-        " missing" in said
+        " missing" in log
     )
-    assert "Unknown vLLM environment variable" not in said
+    assert "Unknown vLLM environment variable" not in log

@@ -11,13 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.distributions import write_metadata
+from harness.project.distributions import write_metadata
 
 PLUGINS = [
     "ascend_attention",
+    "ascend_cli",
     "ascend_communicator",
     "ascend_kv_connector",
     "ascend_model_loader",
+    "ascend_models",
     "ascend_patches",
 ]
 ORDERS = [PLUGINS[i:] + PLUGINS[:i] for i in range(len(PLUGINS))] + [PLUGINS[::-1]]
@@ -88,7 +90,7 @@ def test_plugins_called_active_are_those_that_vllm_loads(tmp_path: Path) -> None
     (tmp_path / "other.py").write_text("def register(): pass\n")
     script = """
 import json, os
-from ascend_platform.cli import plugins
+from ascend_cli import plugins
 from vllm.plugins import load_plugins_by_group
 found = []
 for allowed in (None, "", "ascend", "ascend, ascend_attention", "ascend_attention,ascend,no_such"):

@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 
 PAGE = (checkout.ROOT / "docs" / "plugins.md").read_text()
 HEAD = (
@@ -21,9 +22,11 @@ TABLE = PAGE.partition(HEAD)[2].partition("\n\n")[0]
 ROWS = [[cell.strip() for cell in row[1:-1].split("|")] for row in TABLE.splitlines()]
 SIBLINGS = [
     "ascend-attention",
+    "ascend-cli",
     "ascend-communicator",
     "ascend-kv-connector",
     "ascend-model-loader",
+    "ascend-models",
     "ascend-patches",
 ]
 
@@ -67,9 +70,9 @@ def test_table_covers_all_forms_of_the_variable() -> None:
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number][0])
 def test_row_of_the_table_matches_vllm(number: int) -> None:
     _, npu, active, says = ROWS[number]
-    found, states, line = outcomes()[number]
+    names, states, line = outcomes()[number]
     expected = {"all": SIBLINGS, "none": []}.get(active, [active])
-    assert found == {"platform": npu == "yes", "active": expected}
+    assert names == {"platform": npu == "yes", "active": expected}
     if npu == "no":
         assert says == f"`{line}`"
     elif says:

@@ -6,9 +6,10 @@ the attributes."""
 from collections.abc import Iterator
 
 import pytest
+from ascend_communicator import hccl_sender
 from ascend_kv_connector.p2p import protocol
 from ascend_model_loader import wire
-from ascend_platform.transfer import hccl_sender, messages
+from ascend_platform.transfer import messages
 
 
 def subclasses(base: type) -> Iterator[type]:

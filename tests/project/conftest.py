@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import checkout
-from harness.clones import ATTENTION, PLATFORM, Clone, cloned, dependents, written
+from harness.project.clones import ATTENTION, PLATFORM, Clone, cloned, dependents, written
 
 
 @pytest.fixture(scope="session")

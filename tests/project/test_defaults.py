@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from ascend_platform.config import options
+from ascend_platform import options
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import COMPONENTS
 from harness import checkout
@@ -44,11 +44,11 @@ def exists(off: dict[str, str]) -> bool:
         names = {field.name for field in dataclasses.fields(EngineArgs)}
         return name.removeprefix("--").replace("-", "_") in names
     if kind == "config":
-        found: Any = CompilationConfig()
+        value: Any = CompilationConfig()
         for part in name.split(".")[1:]:
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, part)
         return name.startswith("compilation_config.")
     known = f"`{name}" in VARIABLES or name in envs.environment_variables
     return kind == "variable" and known
@@ -78,10 +78,10 @@ def test_a_switch_that_does_not_exist_is_found(off: dict[str, str]) -> None:
 
 def test_options_of_speed_are_in_the_table() -> None:
     """An option of the platform decides how fast a step is, unless it is here."""
-    others = {"ascend.platform.fp8"}  # decides what weights are converted to
+    unlisted = {"ascend.platform.fp8"}  # decides what weights are converted to
     named = {each["off"].get("option") for each in DATA["default"]}
     keys = {key for key, *_ in options.rows() if key.startswith("ascend.platform.")}
-    assert keys - others == {name for name in named if name and ".platform." in name}
+    assert keys - unlisted == {name for name in named if name and ".platform." in name}
 
 
 def test_published_features_are_built_or_say_why_not() -> None:

@@ -22,6 +22,24 @@ from harness import checkout
 
 DOCS = checkout.ROOT / "docs"
 TOOL = checkout.TOOLS / "docs-tables"
+QUERIES = {
+    "Qwen3-VL": "recipes/",
+    "W8A8": "quantization/",
+    "out of memory": "troubleshooting/",
+    "310P": "compatibility/",
+    "migration": "migration/",
+    "kubernetes": "kubernetes/",
+    "install": "installation/",
+    "tool calling": "sampling/",
+    "DeepSeek-V3.2": "recipes/",
+    "gpt-oss": "recipes/",
+    "two machines": "tutorial-several-machines/",
+    "graph mode": "graph-mode/",
+    "HCCL timeout": "troubleshooting/",
+    "507018": "troubleshooting/",
+    "ASCEND_RT_VISIBLE_DEVICES": "distributed-inference/",
+}
+"""Queries of readers, and the page that each should find first."""
 
 
 def test_tables_are_those_of_the_code() -> None:
@@ -29,10 +47,10 @@ def test_tables_are_those_of_the_code() -> None:
         [sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False
     )
     # The set-up logs its steps if sources have changed since the last one.
-    said = [
+    log = [
         line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("set-up [")
     ]
-    assert (done.returncode, said) == (0, [])
+    assert (done.returncode, log) == (0, [])
 
 
 def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
@@ -132,47 +150,86 @@ def build(config: Path, site: Path) -> tuple[int, str]:
 def reference(site: Path, page: str) -> set[str]:
     """Names and commands that have a heading on a page, without what precedes them."""
     text = (site / page / "index.html").read_text()
-    anchors = re.findall(r'<h[23] id="?([\w.-]+)', text)
+    anchors = re.findall(r'<h[2-4] id="?([\w.-]+)', text)
     return {re.split(r"\.|(?:vllm-ascend|ascend-emulator)-", anchor)[-1] for anchor in anchors}
 
 
-def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
-    assert build(checkout.ROOT / "mkdocs.yml", tmp_path) == (0, "")
-    pages = list(tmp_path.rglob("*.html"))
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("site")
+    assert build(checkout.ROOT / "mkdocs.yml", path) == (0, "")
+    return path
+
+
+def test_site_needs_no_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.rglob("*.md")))  # One more page for missing addresses.
-    loaded = [
-        re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text())
-        for page in pages
-    ]
-    assert {
-        address for addresses in loaded for address in addresses if "rel=canonical" not in address
-    } == set()
+    element = re.compile(
+        r'<(?:script|link(?![^>]*rel="?canonical)|img)[^>]+(?:src|href)="?(https?://[^">\s]+)'
+    )
+    loaded = {address for page in pages for address in element.findall(page.read_text())}
+    assert loaded == set()
     # Material's script would ask for a sitemap.xml at each of these.
     assert [page for page in pages if re.search(r"<link rel=\"?alternate", page.read_text())] == []
     anchors = Counter(
         anchor
-        for page in tmp_path.glob("emulator-rules/*/index.html")
+        for page in site.glob("emulator-rules/*/index.html")
         for anchor in re.findall(r'<a id="?([^\s">]+)', page.read_text())
     )
     assert anchors == Counter(rules.rules().keys())
     # Each rule has its limit or a link to its check, its source, and an example or a remark.
-    text = "".join(page.read_text() for page in tmp_path.glob("emulator-rules/*/index.html"))
+    text = "".join(page.read_text() for page in site.glob("emulator-rules/*/index.html"))
     assert len(re.findall(r"</strong>: <(?:code|a )", text)) == len(anchors)
     assert len(re.findall(r"<li>(?:broken by|no example)", text)) == len(anchors)
-    assert set(extension.__all__) - reference(tmp_path, "api-extension") == {"logger"}
-    commands = reference(tmp_path, "commands/vllm-ascend")
+    assert set(extension.__all__) - reference(site, "api") == {"logger"}
+    commands = reference(site, "commands/vllm-ascend")
     points = importlib.metadata.entry_points(group="vllm_ascend.commands")
     assert points.names <= commands
-    assert {"run", "verify", "build"} <= reference(tmp_path, "commands/ascend-emulator")
-    c_names = (tmp_path / "api-emulator-c" / "index.html").read_text()
+    assert {"run", "verify", "build"} <= reference(site, "commands/ascend-emulator")
+    c_names = (site / "api-emulator-c" / "index.html").read_text()
     assert [name for name in public_names() if name not in c_names] == []
     assert {"ascend_emulator_prepare", "ascend_emulator_scalar"} <= reference(
-        tmp_path, "api-emulator-c"
+        site, "api-emulator-c"
     )
 
 
+def test_site_has_an_address_versions_and_languages(site: Path) -> None:
+    english, chinese = (
+        (site / page / "index.html").read_text() for page in ("installation", "zh/installation")
+    )
+    address = "https://vllm-ascend-all.github.io/vllm-ascend-all/"
+    assert f'href="{address}installation/"' in english
+    assert f"<loc>{address}installation/</loc>" in (site / "sitemap.xml").read_text()
+    # The theme's script reads versions.json, which mike writes, only with this.
+    assert '"version": {"provider": "mike"}' in english
+    assert [re.findall(r'<html lang="?(\w+)', text) for text in (english, chinese)] == [
+        ["en"],
+        ["zh"],
+    ]
+
+
+def test_search_finds_the_page_that_readers_want(site: Path) -> None:
+    """By the worker of the site's pages. 13 of the 15 pages have to be the first result, and the
+    others among the first five."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the site's search needs Node.js")
+    command = [node, str(checkout.PROGRAMS / "search_site.mjs"), str(site)]
+    done = subprocess.run(
+        command, input=json.dumps(list(QUERIES)), capture_output=True, text=True, check=True
+    )
+    ranks = {}
+    for (query, wanted), actual in zip(QUERIES.items(), json.loads(done.stdout), strict=True):
+        pages = [location.partition("#")[0] for location in actual]
+        ranks[query] = pages.index(wanted) + 1 if wanted in pages else None
+    print(ranks)
+    first = [query for query, rank in ranks.items() if rank == 1]
+    assert len(first) >= 13, ranks
+    assert all(rank is not None and rank <= 5 for rank in ranks.values()), ranks
+
+
 @pytest.mark.parametrize(
-    ("page", "text", "said"),
+    ("page", "text", "message"),
     [
         ("index.md", "[nowhere](nowhere.md)", "nowhere.md"),
         ("index.md", "[nowhere](installation.md#nowhere)", "#nowhere"),
@@ -180,7 +237,7 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
     ],
     ids=["link", "anchor", "page outside the navigation"],
 )
-def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> None:
+def test_strict_build_finds(page: str, text: str, message: str, tmp_path: Path) -> None:
     shutil.copytree(DOCS, tmp_path / "docs")
     settings = (checkout.ROOT / "mkdocs.yml").read_text()
     (tmp_path / "mkdocs.yml").write_text(
@@ -190,7 +247,7 @@ def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> 
         file.write(f"\n{text}\n")
     status, messages = build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert status == 1
-    assert said in messages
+    assert message in messages
 
 
 def test_links_of_the_readmes_lead_to_files() -> None:
@@ -251,14 +308,14 @@ def test_every_path_on_a_page_exists() -> None:
     named = re.compile(
         r"`((?:tests|tools|packages|docs|csrc|ascend_\w+)/[\w./-]+|test_\w+\.py)[ `]"
     )
-    found = [
+    match = [
         (page.name, path)
         for page in pages
         for path in named.findall(page.read_text())
         if not re.search("[A-Z]{3}", path)
     ]
-    assert len(found) > 50
-    assert [(page, path) for page, path in found if path.rstrip("/.") not in ends] == []
+    assert len(match) > 50
+    assert [(page, path) for page, path in match if path.rstrip("/.") not in ends] == []
 
 
 def test_files_of_where_a_change_goes_exist() -> None:
@@ -284,7 +341,7 @@ def test_every_combination_of_the_components_is_on_its_page() -> None:
     chosen = [each for size in range(3) for each in itertools.combinations(siblings, size)]
     expected = [" + ".join(("platform", *each)) for each in chosen] + ["all six"]
     region = (
-        (DOCS / "combinations.md")
+        (DOCS / "plugins.md")
         .read_text()
         .partition("<!-- matrix: begin -->")[2]
         .partition("<!-- matrix: end -->")[0]

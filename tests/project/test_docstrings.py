@@ -24,23 +24,23 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def objects(found: griffe.Object | griffe.Alias) -> Iterator[griffe.Object]:
-    if not isinstance(found, griffe.Alias):
-        yield found
-        for member in found.members.values():
+def objects(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Object]:
+    if not isinstance(module, griffe.Alias):
+        yield module
+        for member in module.members.values():
             yield from objects(member)
 
 
-def run_together(found: griffe.Object) -> Iterator[str]:
+def run_together(result: griffe.Object) -> Iterator[str]:
     """Entries whose description contains the next entry: ``a: one. b: two.``"""
-    assert found.docstring is not None
-    parameters = getattr(found, "parameters", ())
-    names = {*found.members, *(each.name for each in parameters)}
-    for section in found.docstring.parse(griffe.Parser.google):
+    assert result.docstring is not None
+    parameters = getattr(result, "parameters", ())
+    names = {*result.members, *(each.name for each in parameters)}
+    for section in result.docstring.parse(griffe.Parser.google):
         for entry in section.value if section.kind in SECTIONS else ():
             for inner in re.findall(r"[.;]\s+(\w+)(?:,\s+\w+)*:\s", entry.description):
                 if inner in names:
-                    yield f"{found.path}: {inner} in the description of {entry.name}"
+                    yield f"{result.path}: {inner} in the description of {entry.name}"
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_a_rewrapped_docstring_is_found(warnings: list[str]) -> None:
     with griffe.temporary_visited_module(
         f"class Chip:\n    {text}\n    name: str\n    streams: int\n    dtypes: str\n"
     ) as module:
-        found = [*run_together(module["Chip"])]
-    assert warnings or found
+        result = [*run_together(module["Chip"])]
+    assert warnings or result
     joined = text.replace("it is also in\n        logs. ", "logs. ")
     with griffe.temporary_visited_module(
         f"class Chip:\n    {joined}\n    name: str\n    streams: int\n    dtypes: str\n"

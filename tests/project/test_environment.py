@@ -44,11 +44,11 @@ def test_installed_versions_are_the_pinned_ones() -> None:
     wrong = {}
     for name, version in pins:
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # its marker excludes this platform
-        if found.partition("+")[0] not in [pin for other, pin in pins if other == name]:
-            wrong[name] = (found, version)
+        if installed.partition("+")[0] not in [pin for other, pin in pins if other == name]:
+            wrong[name] = (installed, version)
     assert wrong == {}
 
 

@@ -22,10 +22,10 @@ def headings(text: str) -> list[tuple[str, str]]:
     fenceless = re.sub(
         r"^```.*?^```$", lambda m: re.sub("(?m)^#", " ", m[0]), text, flags=re.M | re.S
     )
-    found = list(HEADING.finditer(fenceless))
+    result = list(HEADING.finditer(fenceless))
     sections = []
-    for index, match in enumerate(found):
-        ends = (each.start() for each in found[index + 1 :] if len(each[1]) <= len(match[1]))
+    for index, match in enumerate(result):
+        ends = (each.start() for each in result[index + 1 :] if len(each[1]) <= len(match[1]))
         sections.append((match[2], text[match.end() : next(ends, len(text))]))
     return sections
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Pages for users: short enough to read, their purpose first, evidence on report pages."""
+"""Pages for users: their purpose first, cells of tables short, evidence on report pages."""
 
 import re
 from collections.abc import Iterator
@@ -10,15 +10,14 @@ import pytest
 from harness import checkout
 
 DOCS = checkout.ROOT / "docs"
-MOST_WORDS = 1500
 LONGEST_CELL = 120  # A cell of a generated table may be a third longer.
 REGION = re.compile(r"<!-- begin: (\S+) -->\n(.*?)<!-- end: \1 -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n\n", re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 HISTORY = re.compile(r"\b(?:was|were) measured\b|\b20\d\d-\d\d-\d\d\b|\ban? earlier run\b")
-# Results by architecture and by published figure, which readers search.
-RESULTS = {"model-architectures.md", "modelled-times.md", "emulator-versions.md"}
+# Results by published figure, which readers search.
+RESULTS = {"modelled-times.md"}
 
 
 def page_name(path: Path) -> str:
@@ -55,10 +54,6 @@ def test_reports_exist_and_are_found_from_other_pages() -> None:
     assert len(reports()) > 10
     linked = {name for path in PAGES for name in re.findall(r"\]\(([\w/-]+\.md)", path.read_text())}
     assert reports() - linked == set()
-
-
-def test_page_has_few_words(page: str) -> None:
-    assert len(REGION.sub("", page).split()) <= MOST_WORDS
 
 
 def test_page_begins_with_its_purpose(page: str) -> None:

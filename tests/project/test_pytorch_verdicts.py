@@ -116,7 +116,7 @@ def test_choice_is_stratified_and_repeatable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "outcome", "message", "how"),
+    ("text", "outcome", "message", "how"),
     [
         ("passes", "passed", "", "agrees"),
         ("fails", "refused", "", "agrees"),
@@ -127,16 +127,16 @@ def test_choice_is_stratified_and_repeatable(tmp_path: Path) -> None:
         ("fails", "skipped", "", "skipped"),
     ],
 )
-def test_agreement(said: str, outcome: str, message: str, how: str) -> None:
-    assert pytorch_verdicts.agreement(said, outcome, message) == how
+def test_agreement(text: str, outcome: str, message: str, how: str) -> None:
+    assert pytorch_verdicts.agreement(text, outcome, message) == how
 
 
 def test_what_fails_on_the_cpu_too_is_set_apart(tmp_path: Path) -> None:
-    told = {"outcome": "failed", "message": "AttributeError", "for": "sample"}
+    record = {"outcome": "failed", "message": "AttributeError", "for": "sample"}
     ran = {
         META: {
             "cases": {
-                f"{OWNER}::test_meta_outplace_{name}_npu_float32": told for name in ("sin", "cos")
+                f"{OWNER}::test_meta_outplace_{name}_npu_float32": record for name in ("sin", "cos")
             }
         }
     }
@@ -159,9 +159,9 @@ def test_what_fails_on_the_cpu_too_is_set_apart(tmp_path: Path) -> None:
 )
 def test_what_says_nothing_about_an_npu_is_set_apart(tmp_path: Path, message: str) -> None:
     case = f"{OWNER}::test_meta_outplace_sin_npu_float32"
-    told = {"outcome": "passed", "message": message, "for": "sample"}
+    record = {"outcome": "passed", "message": message, "for": "sample"}
     (judged,) = pytorch_report.judge(
-        {META: {"cases": {case: told}}},
+        {META: {"cases": {case: record}}},
         {},
         lists(tmp_path),
         {"noise": [], "explanations": []},

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, npus
+from harness import checkout
+from harness.engines import npus
 
 PAGE = checkout.ROOT / "docs" / "recipes.md"
 DATA = tomllib.loads((checkout.TOOLS / "generated_docs" / "recipes.toml").read_text())
 MODELS: dict[str, dict[str, Any]] = {
-    model["name"]: model for family in DATA["family"] for model in family["model"]
+    model["name"]: model
+    for family in DATA["family"]
+    for model in family["model"]
+    if model.get("like") != model["name"]
 }
 
 
@@ -33,14 +37,14 @@ def sizes_of(name: str) -> dict[str, Any]:
 @cache
 def commands() -> list[tuple[dict[str, str], list[str]]]:
     """Environment variables, and the words after them, of each command of the page."""
-    found = []
+    result = []
     for block in re.findall(
         r"^```\n((?:\w+=.*?)?\s*vllm serve .*?)\n```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
     ):
         words = shlex.split(block.replace("\\\n", " "))
         start = words.index("vllm")
-        found.append((dict(word.split("=", 1) for word in words[:start]), words[start:]))
-    return found
+        result.append((dict(word.split("=", 1) for word in words[:start]), words[start:]))
+    return result
 
 
 def option(words: list[str], name: str) -> int:
@@ -73,6 +77,49 @@ def test_every_model_and_chip_has_a_command_or_a_reason() -> None:
     assert len(commands()) > len(MODELS)
 
 
+def test_models_with_published_speeds_have_a_recipe() -> None:
+    """Operators serve these: each type of model, by its config.json."""
+    published = tomllib.loads((checkout.TOOLS / "published" / "models.toml").read_text())
+    recipes = [model["config"] for model in MODELS.values() if "config" in model]
+    known = {(each | each.get("text_config", {}))["model_type"] for each in recipes}
+    types = {name: each["model_type"] for name, each in published.items() if "recipe" not in each}
+    assert {name for name, kind in types.items() if kind not in known} == set()
+    assert {each["recipe"] for each in published.values() if "recipe" in each} <= set(MODELS)
+
+
+def test_several_machines_have_all_engines_and_one_answers() -> None:
+    """Their commands differ in the second machine's rank and role only."""
+    spread = [words for _, words in commands() if "--data-parallel-size-local" in words]
+    assert len(spread) >= 4
+    for first, second in zip(spread[::2], spread[1::2], strict=True):
+        engines = option(first, "--data-parallel-size-local")
+        assert second == [*first, "--data-parallel-start-rank", str(engines), "--headless"]
+        assert 2 * engines == option(first, "--data-parallel-size")
+        within = npus_of(first) // option(first, "--data-parallel-size")
+        assert within * engines <= max(chip["npus"] for chip in DATA["chip"])
+
+
+def test_prefill_and_decode_differ_in_role_port_and_npus() -> None:
+    apart = [each for each in commands() if "--kv-transfer-config" in each[1]]
+    assert len(apart) >= 4
+    for (prefill_environ, prefill), (decode_environ, decode) in zip(
+        apart[::2], apart[1::2], strict=True
+    ):
+        roles = [
+            json.loads(words[words.index("--kv-transfer-config") + 1])
+            for words in (prefill, decode)
+        ]
+        assert [role["kv_role"] for role in roles] == ["kv_producer", "kv_consumer"]
+        assert prefill[: prefill.index("--port")] == decode[: decode.index("--port")]
+        npus_given = [
+            environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
+            for environ in (prefill_environ, decode_environ)
+        ]
+        if npus_given != [[""], [""]]:
+            assert [len(given) for given in npus_given] == [npus_of(prefill)] * 2
+            assert not set(npus_given[0]) & set(npus_given[1])
+
+
 def test_the_command_that_confirms_a_figure_has_its_load() -> None:
     (command,) = re.findall(r"^vllm-ascend plan (.+)$", PAGE.read_text(), re.MULTILINE)
     name, *words = command.split()
@@ -100,16 +147,17 @@ def test_every_command_is_accepted_by_vllm_and_the_platform(tmp_path: Path) -> N
         str(checkout.PROGRAMS / "parse_serve_commands.py"),
         str(file),
         HF_HUB_OFFLINE="1",
+        VLLM_ASCEND_KV_SECRET="which both instances know",
     )
     accepted = npus.by_name(done)
-    assert {name: found["error"] for name, found in accepted.items() if "error" in found} == {}
+    assert {name: result["error"] for name, result in accepted.items() if "error" in result} == {}
     assert list(accepted) == [each["name"] for each in asked]
     for _, words in commands():
-        found, sizes = accepted[" ".join(words)], sizes_of(words[2])
-        assert found["architecture"] == sizes["config"]["architectures"][0]
-        assert found["npus"] == npus_of(words)
-        assert found["worker"] == "ascend_platform.worker.worker.NPUWorker"
-        assert found["length"] == sizes.get("length", found["length"])
+        result, sizes = accepted[" ".join(words)], sizes_of(words[2])
+        assert result["architecture"] == sizes["config"]["architectures"][0]
+        assert result["npus"] == npus_of(words)
+        assert result["worker"] == "ascend_platform.worker.worker.NPUWorker"
+        assert result["length"] == sizes.get("length", result["length"])
 
 
 def test_variables_are_explained_and_set_where_they_apply() -> None:
@@ -134,7 +182,7 @@ def test_variables_are_explained_and_set_where_they_apply() -> None:
 def test_sizes_give_the_published_number_of_weights(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ascend_platform.cli import main
+    from ascend_cli import main
 
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
     kind = MODELS[name].get("quantization", "none")

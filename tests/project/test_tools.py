@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from harness import checkout, launcher, npus
+from harness import checkout
+from harness.engines import launcher, npus
 from harness.progress import duration, progress, track
 
 COMMANDS = sorted(
@@ -84,10 +85,10 @@ def test_program_with_a_child_ends_at_its_timeout() -> None:
 
 
 def test_difference_between_ranks_is_told_with_its_place() -> None:
-    own = {"tokens": [5, 7], "logprobs": [-0.5, -0.25]}
+    record = {"tokens": [5, 7], "logprobs": [-0.5, -0.25]}
     nan = {"tokens": [5, 7], "logprobs": [-0.5, float("nan")]}
-    assert launcher.difference([[own], [dict(own)]]) == ""
-    told = "rank 1 has other results than rank 0: [0]['logprobs'][1] -0.25 and nan"
-    assert launcher.difference([[own], [nan]]) == told
+    assert launcher.difference([[record], [dict(record)]]) == ""
+    expected = "rank 1 has other results than rank 0: [0]['logprobs'][1] -0.25 and nan"
+    assert launcher.difference([[record], [nan]]) == expected
     shorter = [{"tokens": [5]}], [{"tokens": [5, 7]}]
     assert launcher.difference([*shorter]).endswith("[0]['tokens'] [5] and [5, 7]")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import checkout, vllm_copy
-from harness.clones import ATTENTION, META, PLATFORM, Clone
+from harness import checkout
+from harness.project import vllm_copy
+from harness.project.clones import ATTENTION, META, PLATFORM, Clone
 
 
 def workflow(name: str) -> dict:
