@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A pytest plugin: how `tools/test -n 2` distributes test files to processes, and which files take
-the time."""
+the time; and failures as they happen."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 _SECONDS: defaultdict[str, float] = defaultdict(float)
 """Of each file's tests and fixtures."""
+
+
+class Failures:
+    """Prints a failure when it happens: a run that its time limit ends prints no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            last = report.longreprtext.strip().rpartition("\n")[2]
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"FAILED {report.nodeid} ({report.when}): {last}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(terminal))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
