@@ -42,6 +42,19 @@ def same_random_numbers() -> None:
 
 
 @pytest.fixture(autouse=True)
+def processes_of_engines() -> Iterator[None]:
+    """vLLM's configuration of an external launcher sets this variable for the whole process, and
+    programs that later tests start would inherit it."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    value = os.environ.get(name)
+    yield
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
 def plugins_of_this_process() -> Iterator[None]:
     """Plugins that vLLM loads in a test with a registry of components of its own are loaded again
     by the next test."""

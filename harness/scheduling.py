@@ -61,10 +61,11 @@ class Failures:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             last = report.longreprtext.strip().rpartition("\n")[2]
-            self._terminal.ensure_newline()
+            self._terminal.write_line("")
             self._terminal.write_line(f"FAILED {report.nodeid} ({report.when}): {last}")
 
 
+@pytest.hookimpl(trylast=True)  # pytest registers its reporter in this hook
 def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal and not hasattr(config, "workerinput"):
