@@ -1,19 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Families of models of ascend-models, served by a program of their family (serve_family.py) and
-compared with transformers."""
+compared with transformers.
+
+`tools/check families` runs the tests of ascend-models with every case; by itself, a test leaves out
+those with ``whole``.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from harness import checkout
 from harness.engines import npus
 
 EXACT = 1e-4
 """In float32, the most that a log-probability differs by."""
+
+EVERY = "FAMILIES_EVERY_CASE"
+"""Variable with which the cases with ``whole`` are served too."""
+
+
+def cases(every: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those to serve in this run."""
+    return {
+        name: case for name, case in every.items() if EVERY in os.environ or not case.get("whole")
+    }
 
 
 def prompts(tokens: tuple[int, int], *sizes: int, start: tuple[int, ...] = ()) -> list[list[int]]:
@@ -36,3 +52,10 @@ def serve(program: Path, folder: Path, cases: list[dict[str, Any]]) -> dict[str,
     file.write_text(json.dumps([{"mutations": [], **case} for case in cases]))
     done = npus.run(2, sys.executable, str(program), str(file), memory="4GiB", timeout=1500)
     return npus.by_name(done)
+
+
+def main() -> None:
+    """Run the tests of ascend-models with every case."""
+    folder = checkout.ROOT / "packages" / "ascend-models" / "tests"
+    command = [sys.executable, "-m", "pytest", *(sys.argv[1:] or [str(folder)])]
+    os.execve(sys.executable, command, os.environ | {EVERY: "1"})

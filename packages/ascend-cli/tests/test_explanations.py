@@ -23,6 +23,7 @@ from ascend_cli.diagnostics.explanations import death, describe, explain
 from ascend_platform.errors import RefusedError
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import requirements
+from harness.engines import scripts
 from harness.engines.configuration import engine_config
 from harness.models import small as small_models
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -379,9 +380,8 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 print("LINE", architectures.refusal("KimiLinearForCausalLM"))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = scripts.run(program)
+    assert done.returncode == 0, done.stderr
     line = next(each for each in done.stdout.splitlines() if each.startswith("LINE"))
     assert line.startswith("LINE KimiLinearForCausalLM needs ascend-models, which is ")
     assert "; fix: " in line

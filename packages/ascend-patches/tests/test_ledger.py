@@ -4,11 +4,10 @@
 in one line with its name."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from ascend_patches.registry import discover
+from harness.engines import scripts
 from harness.project import vllm_copy
 
 START = """
@@ -43,10 +42,7 @@ def test_patch_whose_target_differs_is_disabled_by_name(
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(tree), os.environ.get("PYTHONPATH")])
     )
-    command = [sys.executable, "-c", START, *(each.module for each in patches)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = scripts.run(START, *(each.module for each in patches), env=environment)
     assert done.returncode == 0, done.stderr
     for each in patches:
         (log,) = (

@@ -3,10 +3,8 @@
 """Logits of Phi-3.5-MoE and Moondream 3 are those of torch with the bias of the output layer: not
 in vLLM, but with the patches."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 SCRIPT = """
 import sys
@@ -46,7 +44,5 @@ def test_bias_of_the_output_layer_is_added(module, name, tokens, is_patched, mon
     disabled = "" if is_patched else f"{module}.compute_logits"
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     script = SCRIPT.format(module=module, name=name)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(script)
     assert done.stdout.splitlines()[-1:] == [f"{tokens} {is_patched}"], done.stdout + done.stderr

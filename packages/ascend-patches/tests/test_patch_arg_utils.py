@@ -4,11 +4,10 @@
 check."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness.engines import scripts
 
 NAME = "arg_utils.eplb_on_any_device"
 EXPERTS = {
@@ -60,7 +59,5 @@ def test_eplb_on_any_device(
 ) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     tmp_path.joinpath("config.json").write_text(json.dumps(EXPERTS))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = scripts.run(SCRIPT, str(tmp_path))
     assert message in done.stderr.splitlines(), done.stdout + done.stderr

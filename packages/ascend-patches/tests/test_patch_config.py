@@ -3,10 +3,8 @@
 """Experts without a gate: refused by vLLM on a platform that it does not name, made with
 the patch."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 NAME = "config.post_init"
 SCRIPT = """
@@ -31,7 +29,5 @@ except NotImplementedError as error:
 )
 def test_experts_without_a_gate_are_made_with_the_patch(disabled, printed, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(SCRIPT)
     assert done.stdout.splitlines()[-1].startswith(printed), done.stdout + done.stderr

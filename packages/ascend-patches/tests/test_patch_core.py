@@ -4,10 +4,9 @@
 patch; afterwards as in vLLM."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
+from harness.engines import scripts
 
 NAME = "core.end_while_starting"
 # The executor of a real engine core, whose constructor sends the signal as a user would while
@@ -40,12 +39,7 @@ run_engine_core()
 @pytest.mark.parametrize("disabled", [False, True])
 def test_signal_ends_an_engine_core_that_is_constructed(disabled, number, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", NAME if disabled else "")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(int(number))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = scripts.run(SCRIPT, str(int(number)))
     if disabled:
         assert "constructed True" in done.stdout, done.stderr
     else:

@@ -3,10 +3,8 @@
 """An image that must not be split: accepted by vLLM although it has more tokens than a step,
 refused with the patch."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 NAME = "input_processor.refuse_images_beyond_a_step"
 SCRIPT = """
@@ -52,7 +50,5 @@ REFUSED = (
 )
 def test_an_image_beyond_a_step_is_refused(disabled, printed, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(SCRIPT)
     assert done.stdout.splitlines()[-1:] == [printed], done.stdout + done.stderr

@@ -3,10 +3,8 @@
 """Replies of several ranks after a call that failed or timed out: each call's own with the patch,
 an earlier one's in vLLM."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 NAME = "multiproc_executor.collective_rpc"
 # vLLM's executor and the loops of two of its workers, on threads, connected by vLLM's queues.
@@ -93,9 +91,7 @@ os._exit(0)
 @pytest.mark.parametrize("disabled", ["", NAME], ids=["patched", "without"])
 def test_replies_belong_to_their_calls(disabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = scripts.run(SCRIPT)
     cases = (
         "no failure",
         "all ranks",

@@ -2,10 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KeyboardInterrupt in ``zmq_socket_ctx``: dropped by vLLM, raised with the patch."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 NAME = "network_utils.zmq_socket_ctx"
 SCRIPT = """
@@ -28,7 +26,5 @@ with zmq_socket_ctx("inproc://here", zmq.ROUTER, bind=True) as socket:
 @pytest.mark.parametrize(("disabled", "first"), [("", "raised terminated"), (NAME, "dropped")])
 def test_keyboard_interrupt_is_raised_with_the_patch(disabled, first, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(SCRIPT)
     assert done.stdout.splitlines()[-2:] == [first, "bound"], done.stderr

@@ -3,10 +3,8 @@
 """OLMo-hybrid's convolution is loaded in three parts, whose number is the tensor's attribute: not
 by vLLM, but with the patch."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 NAME = "olmo_gdn_linear_attn.make_fused_conv1d_weight_loader"
 SCRIPT = """
@@ -36,7 +34,5 @@ except TypeError as error:
 )
 def test_the_parts_of_a_convolution_are_loaded_with_the_patch(disabled, printed, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(SCRIPT)
     assert done.stdout.splitlines()[-1].startswith(printed), done.stdout + done.stderr

@@ -2,11 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Tokens of an image in a step: some with vLLM, all or none with the patch."""
 
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
+from harness.engines import scripts
 
 NAME = "scheduler.keep_images_whole"
 SCRIPT = """
@@ -45,7 +44,5 @@ VLLM = {
 )
 def test_an_image_is_not_split(disabled, printed, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(SCRIPT)
     assert done.stdout.splitlines()[-1:] == [printed], done.stdout + done.stderr

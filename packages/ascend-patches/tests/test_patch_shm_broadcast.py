@@ -3,10 +3,8 @@
 """A reader of a MessageQueue of another machine: shutdown() leaves it waiting in vLLM, and ends it
 with the patch."""
 
-import subprocess
-import sys
-
 import pytest
+from harness.engines import scripts
 
 NAME = "shm_broadcast.dequeue"
 SCRIPT = """
@@ -46,7 +44,5 @@ os._exit(0)
 )
 def test_patched_shutdown_ends_a_reader_on_another_machine(disabled, patience, last, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, patience], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(SCRIPT, patience)
     assert done.stdout.splitlines()[-3:] == ["sent", "nothing", last], done.stderr

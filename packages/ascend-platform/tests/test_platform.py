@@ -4,8 +4,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from ascend_platform.config import devices, model_runner, runners
 from ascend_platform.errors import RefusedError
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import VARIABLES, requirements
+from harness.engines import scripts
 from harness.engines.configuration import engine_config
 from packaging.version import Version
 from vllm.config import CompilationMode, CUDAGraphMode, KVTransferConfig
@@ -367,9 +366,7 @@ def test_specs_and_configs_can_be_created_without_an_engine(model):
         "VllmConfig(model_config=ModelConfig(sys.argv[1], skip_tokenizer_init=True),"
         " kv_transfer_config=transfer)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(model())], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(script, str(model()))
     assert done.returncode == 0, done.stderr
 
 
@@ -382,13 +379,8 @@ def test_socket_directory_is_removed_with_the_main_process(model):
     environ = {
         name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"
     } | {"TMPDIR": "/tmp"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, model()],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = scripts.run(script, str(model()), env=environ)
+    assert done.returncode == 0, done.stderr
     directory, there = done.stdout.split()[-2:]
     assert (Path(directory).parent, there) == (Path("/tmp"), "True")
     assert not Path(directory).exists()

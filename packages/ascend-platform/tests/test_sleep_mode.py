@@ -4,8 +4,6 @@
 and KV caches."""
 
 import gc
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from ascend_platform.plugins import slots
 from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
 from ascend_platform.worker.worker import NPUWorker
-from harness.engines import npus
+from harness.engines import npus, scripts
 
 NZ, ND = 29, 2
 BIG = 12 << 20  # Bytes, with a separate segment of the caching allocator.
@@ -240,9 +238,7 @@ with memory.pool("weights"):
 memory.keep("weights", ())
 memory.free("weights")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(program)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
@@ -272,8 +268,7 @@ if sys.argv[1] == "exit":
     measure.start()
     stopped.wait(1)
 """
-    command = [sys.executable, "-c", program, when]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
+    done = scripts.run(program, when)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
