@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.engines import scripts
 from harness.models import small as small_models
 
 ENGINE = "LLM(sys.argv[1], skip_tokenizer_init=True, tensor_parallel_size=2)"
@@ -19,6 +20,7 @@ REFUSED = (
     "script.py creates an engine when it is imported, as each process of the engine does; fix: put"
     " its code below: if __name__ =="
 )
+RUN = 'import runpy; runpy.run_path("script.py", run_name="__main__")'
 NEXT = "the layout needs 2 NPUs"  # a later check of the configuration
 
 
@@ -42,10 +44,17 @@ NEXT = "the layout needs 2 NPUs"  # a later check of the configuration
 def test_main_module(script: str, from_stdin: bool, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(small_models.TINY))
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-" if from_stdin else "script.py", str(tmp_path)]
-    given = {"input": script} if from_stdin else {}
-    done = subprocess.run(
-        command, **given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    if from_stdin:
+        done = subprocess.run(
+            [sys.executable, "-", str(tmp_path)],
+            input=script,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    else:
+        done = scripts.run(RUN, str(tmp_path), cwd=tmp_path)
     lines = done.stderr.strip().splitlines()
     assert message in (done.stderr if message == NEXT else lines[-1]), done.stderr
