@@ -65,7 +65,7 @@ class Failures:
             self._terminal.write_line(f"FAILED {report.nodeid} ({report.when}): {last}")
 
 
-@pytest.hookimpl(trylast=True)  # pytest registers its reporter in this hook
+@pytest.hookimpl(trylast=True)  # Pytest registers its reporter in this hook.
 def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal and not hasattr(config, "workerinput"):

@@ -44,7 +44,7 @@ READ_BY_LIBRARIES = ("ASCEND_", "HF_", "LD_", "OMP_", "PYTHON", "TORCH", "TRANSF
 
 
 class Kind(NamedTuple):
-    """A kind of zygote.
+    """Imports of a zygote, and the variables that are read before it forks.
 
     Attributes:
         imports: the module that imports what the programs share.
