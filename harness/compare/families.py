@@ -10,26 +10,21 @@ those with ``whole``.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from harness import checkout
+from harness import every_case
 from harness.engines import npus
 
 EXACT = 1e-4
 """In float32, the most that a log-probability differs by."""
 
-EVERY = "FAMILIES_EVERY_CASE"
-"""Variable with which the cases with ``whole`` are served too."""
-
 
 def cases(every: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Those to serve in this run."""
-    return {
-        name: case for name, case in every.items() if EVERY in os.environ or not case.get("whole")
-    }
+    is_wanted = every_case.is_wanted()
+    return {name: case for name, case in every.items() if is_wanted or not case.get("whole")}
 
 
 def prompts(tokens: tuple[int, int], *sizes: int, start: tuple[int, ...] = ()) -> list[list[int]]:
@@ -56,6 +51,4 @@ def serve(program: Path, folder: Path, cases: list[dict[str, Any]]) -> dict[str,
 
 def main() -> None:
     """Run the tests of ascend-models with every case."""
-    folder = checkout.ROOT / "packages" / "ascend-models" / "tests"
-    command = [sys.executable, "-m", "pytest", *(sys.argv[1:] or [str(folder)])]
-    os.execve(sys.executable, command, os.environ | {EVERY: "1"})
+    every_case.run("packages/ascend-models/tests")

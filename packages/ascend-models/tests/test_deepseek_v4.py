@@ -55,7 +55,7 @@ EVERY: dict[str, dict[str, Any]] = {
         "sleeps": True,
     },
     "prefix hits": {
-        "whole": True,  # transformers computes 2,060 tokens of five prompts
+        "whole": True,  # Transformers computes 2,060 tokens of three prompts.
         "engine": {"dtype": "float32", "max_num_batched_tokens": 700, "max_model_len": 4096},
         "batches": [[[*LONG, 3]], prompts(9, 150, start=LONG)],
         "length": 8,
