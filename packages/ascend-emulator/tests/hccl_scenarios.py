@@ -432,7 +432,7 @@ def host_memory(rank: int, ranks: int) -> Any:
     return text
 
 
-@scenario("unsupported", ranks=1)
+@scenario("unsupported", ranks=1, TASK_QUEUE_ENABLE="0")
 def unsupported(rank: int, ranks: int) -> Any:
     """torch_npu or the emulator refuses by name whatever HCCL does not document."""
     return {
