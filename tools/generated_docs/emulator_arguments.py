@@ -67,10 +67,10 @@ VALUES = {
 }
 # Arguments that op-plugin passes in another type than CANN's, and why that works.
 OTHERS = {
-    (
-        "aclnnFusedInferAttentionScoreV4",
-        23,
-    ): "actual_shared_prefix_len is an undefined tensor, which is null like no array"
+    (f"aclnnFusedInferAttentionScoreV{version}", 23): (
+        "actual_shared_prefix_len is an undefined tensor, which is null like no array"
+    )
+    for version in (4, 5)
 }
 CALL = re.compile(r"EXEC_NPU(?:_NO_FORMAT_CHECK)?_CMD(?:_V1|_V2)?\(\s*(aclnn\w+)\s*,")
 

@@ -75,6 +75,8 @@ def _atlas_a2(name: str, memory_gib: float, bandwidth_gbs: float, tflops: float)
 # - injection_gbs: on A3 half of the 392 GB/s that "Serving Large Language Models on Huawei
 # CloudMatrix384" (arXiv 2506.12708) gives for a package of two NPUs; on 310P half of a PCIe 4.0 x16
 # slot that two NPUs share.
+# Of Ascend950PR and Ascend950DT memory, bandwidth, 1 PFLOPS of FP8 and 2 TB/s of links are what Huawei
+# announced in 2025; tflops is half of that and injection_gbs one direction. The others are those of A2.
 # - network_gbs: 200 Gbit/s RoCE.
 # - collective_us: on A3 of a public profile (docs/modelled-times.md); otherwise an order of magnitude,
 # of HCCL's AIV mode and, on 310P, over PCIe.
@@ -97,6 +99,26 @@ FIGURES = {
             injection_gbs=196,
         ),
         ChipFigures(
+            "Ascend950PR",
+            128,
+            1600,
+            500,
+            node=8,
+            network_gbs=25,
+            collective_us=20,
+            injection_gbs=1000,
+        ),
+        ChipFigures(
+            "Ascend950DT",
+            144,
+            4000,
+            500,
+            node=8,
+            network_gbs=25,
+            collective_us=20,
+            injection_gbs=1000,
+        ),
+        ChipFigures(
             "Ascend310P3", 48, 204, 70, node=8, network_gbs=3, collective_us=100, injection_gbs=16
         ),
     )
@@ -104,9 +126,11 @@ FIGURES = {
 """By chip name."""
 PROFILED = "Ascend910_93"
 """The chip of the public profile on which laws of modelled times are fitted."""
+ANNOUNCED = ("Ascend950PR", "Ascend950DT")
+"""Chips without a published time of any model."""
 
 
-ALIASES = {"a3": "910_93", "910c": "910_93", "310p": "310p3"}
+ALIASES = {"a3": "910_93", "910c": "910_93", "310p": "310p3", "950": "950pr"}
 """Other names of a chip, in lower case and without "Ascend"."""
 
 

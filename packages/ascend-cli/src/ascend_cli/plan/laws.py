@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascend_cli.figures import PROFILED, ChipFigures
+from ascend_cli.figures import ANNOUNCED, PROFILED, ChipFigures
 from ascend_cli.plan.law import CollectiveLaw, Law, collectives, operators
 
 _TABLE = tomllib.loads(Path(__file__).with_name("laws.toml").read_text())
@@ -99,6 +99,8 @@ class Laws:
         fitted = f"fitted on public rows of {PROFILED}"
         if chip.name != PROFILED:
             fitted += f" and assumed for {chip.name}"
+        if chip.name in ANNOUNCED:
+            fitted += ", whose figures are announced, not measured"
         reports: dict[str, list[str]] = {}
         for name, law in [*self.operators.items(), ("collectives", self.collective)]:
             if law.origin:

@@ -14,6 +14,12 @@ struct Inputs : FlashInputs {
 struct RopedInputs : FlashInputs {
   FIELDS(query, query_rope, key, key_rope, value, pse, drop_mask, padding_mask, mask)
 };
+// Of version 4, which has all layouts and draws the dropout itself.
+struct ScaledInputs : FlashInputs {
+  Opt<Tensor> query_scale, key_scale, value_scale, sink;
+  FIELDS(query, key, value, pse, drop_mask, padding_mask, mask, query_rope, key_rope, query_scale,
+      key_scale, value_scale, sink)
+};
 struct Results {
   Opt<Tensor> most, sum, softmax;
   Tensor out;
@@ -73,6 +79,22 @@ CHECKED(aclnnFlashAttentionScoreV3,
         int64_t pse_type, Results to),
     { return forward(in, settings, to, {prefix, {}, starts, pse_type, "", sink}); })
 MAX_WORKSPACE(aclnnFlashAttentionScoreV3)
+// torch_npu calls it on Ascend950, and the others elsewhere.
+CHECKED(aclnnFlashAttentionScoreV4,
+    (ScaledInputs in, Opt<Ints> prefix, Ends ends, Starts starts, double scale, double keep,
+        int64_t before, int64_t after, int64_t heads, Text layout, int64_t inner_precise,
+        int64_t sparse_mode, int64_t out_dtype, int64_t pse_type, Text stats_layout, int64_t seed,
+        int64_t offset, Results to),
+    {
+      require_emulated(keep == 1, "dropout by the seed ", seed, " and the offset ", offset,
+          " is not emulated; keep_prob is ", keep);
+      require_emulated(out_dtype == 0, "out_dtype ", out_dtype, " is not emulated; 0 is");
+      refuse_given("d_scale_q, d_scale_k or d_scale_v", in.query_scale, in.key_scale,
+          in.value_scale);
+      return forward(in, {scale, keep, before, after, heads, layout, inner_precise, sparse_mode},
+          to, {prefix, ends, starts, pse_type, stats_layout, in.sink});
+    })
+MAX_WORKSPACE(aclnnFlashAttentionScoreV4)
 CHECKED(aclnnFlashAttentionVarLenScore,
     (Inputs in, Opt<Ints> prefix, Ends ends, FlashSettings settings, Results to),
     { return forward(in, settings, to, {prefix, ends}); })

@@ -64,6 +64,18 @@ CHECKED(aclnnFusedInferAttentionScoreV4,
     { return computation(in, rope, settings, to, sink, query_scale); })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV4)
 
+// torch_npu calls it on Ascend950, and the others elsewhere.
+CHECKED(aclnnFusedInferAttentionScoreV5,
+    (InferInputs in, InferRope rope, Opt<Tensor> query_scale, Opt<Tensor> sink,
+        Opt<Tensor> query_first, Opt<Tensor> kv_first, InferSettings settings, int64_t query_mode,
+        int64_t pse_type, InferResults to),
+    {
+      refuse_given("q_start_idx or kv_start_idx", query_first, kv_first);
+      require_emulated(pse_type == 0, "pse_type ", pse_type, " is not emulated; 0 is");
+      return computation(in, rope, settings, to, sink, query_scale);
+    })
+MAX_WORKSPACE(aclnnFusedInferAttentionScoreV5)
+
 CHECKED(aclnnPromptFlashAttentionV3,
     (Tensor query, Tensor key, Tensor value, Opt<Tensor> pse, Opt<Tensor> mask,
         Opt<Ints> query_lengths, Opt<Ints> kv_lengths, Opt<Tensor> dequant1, Opt<Tensor> quant1,
