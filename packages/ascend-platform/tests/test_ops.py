@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
+from ascend_platform import host
 from ascend_platform.ops import (
     activation,
     gemma_layernorm,
@@ -104,9 +105,14 @@ def test_gated_rms_norm(dtype, form):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gemma_rms_norm(dtype):
+@pytest.mark.parametrize("chip", ["Ascend910B1", "Ascend950PR_9599"])
+def test_gemma_rms_norm(dtype, chip, monkeypatch):
+    """By npu_gemma_rms_norm, or by npu_rms_norm on a chip without it."""
+    monkeypatch.setattr(host, "chip", lambda: chip)
     layer = GemmaRMSNorm(128, eps=1e-6).to(dtype)
     assert type(layer) is gemma_layernorm.NPUGemmaRMSNorm
+    assert layer.is_fused == (chip == "Ascend910B1")
+    assert layer.has_norm
     layer.weight.data.normal_()
     expected_weight = layer.weight.double() + 1
     layer = layer.to("npu")
