@@ -405,6 +405,7 @@ def main() -> None:
         help="default: fused",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--chip", default="Ascend910B1", help="default: %(default)s")
     parser.add_argument(
         "--batch", action="store_true", help="a batch of 32 prompts of 1 to 600 tokens (decoders)"
     )
@@ -468,7 +469,13 @@ def main() -> None:
                     continue
                 with progress(f"{attention} attention, {ranks} NPUs:", len(cases)) as steps:
                     plugins = "" if attention == "fused" else "ascend"
-                    done = run(list(cases.values()), plugins, 300 * len(cases), steps)
+                    done = run(
+                        list(cases.values()),
+                        plugins,
+                        300 * len(cases),
+                        steps,
+                        ASCEND_EMULATOR_SOC=options.chip,
+                    )
                 result = {each["name"]: each for each in npus.results(done.stdout)}
                 if options.verbose or len(result) < len(cases):
                     print(done.stdout[-6000:] + done.stderr[-9000:])

@@ -169,7 +169,13 @@ FAMILIES = (
         "Ascend 950",
         ("Ascend950", "Ascend910_95"),
         dtypes=ALL_DTYPES,
-        operators=frozenset({"npu_add_rms_norm", "npu_fusion_attention"}),
+        # By the pages and tests of op-plugin for this chip, or because vllm-ascend calls them on
+        # it (its A5DeviceAdaptor). Neither names the others.
+        operators=ALL_OPERATORS
+        - {"npu_gemma_rms_norm", "npu_mrope", "npu_recurrent_gated_delta_rule"}
+        | {"npu_quant_lightning_indexer"},
+        moe_routing=True,
+        token_unpermute=True,
     ),
     # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so only static
     # activation quantization is supported.
