@@ -97,6 +97,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "states, HCCL": (ONE, OTHER, STATES | {"transfer": {"transport": "hccl"}}),
     "states, bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS | STATES),
     "bfloat16": (ONE | {"engine": BF16}, OTHER | {"engine": BF16}, LOGPROBS),
+    "bfloat16, Ascend950PR to Ascend950DT": (
+        ONE | {"engine": BF16, "soc": "Ascend950PR_9599"},
+        OTHER | {"engine": BF16, "soc": "Ascend950DT_9591"},
+        LOGPROBS,
+    ),
     "bfloat16, adder": (
         ONE | {"engine": BF16},
         OTHER | {"engine": BF16},

@@ -16,11 +16,13 @@ import collections
 import contextlib
 import json
 import multiprocessing
+import os
 import queue
 import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -130,6 +132,24 @@ class LogprobDifferences:
         }
 
 
+@contextlib.contextmanager
+def chip(soc: str | None) -> Iterator[None]:
+    """Processes that start here have this emulated chip; without one that of this process."""
+    if soc is None:
+        yield
+        return
+    from ascend_emulator import activation
+
+    number, memory = (int(os.environ[f"ASCEND_EMULATOR_{name}"]) for name in ("NPUS", "MEMORY"))
+    before = dict(os.environ)
+    activation.set_environment(os.environ, number, soc, memory)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 class Pair:
     """The two instances.
 
@@ -153,7 +173,8 @@ class Pair:
             )
             arguments = (theirs, case["model"], shape["devices"], role, *options)
             self.processes.append(context.Process(target=kv_engine.instance, args=arguments))
-            self.processes[-1].start()
+            with chip(shape.get("soc")):
+                self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
         self.prefill, self.decode = self.pipes

@@ -102,9 +102,11 @@ def data() -> dict[str, Any]:
 
 
 def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Recipe]:
-    """A recipe for each chip."""
+    """A recipe for each chip that has the model."""
     model = found["load"] | model
     for chip in found["chip"]:
+        if model["name"] not in chip.get("models", [model["name"]]):
+            continue
         layout: Mapping[str, Any] = {}
         npus = model.get("npus", 0)
         counts = (

@@ -32,8 +32,7 @@ def test_family_and_streams(chip: str, family: str, streams: int) -> None:
 
 def test_operators_that_only_atlas_a2_and_a3_have() -> None:
     served = {"Atlas A2", "Atlas A3"}
-    for capability in ("top_k_top_p", "mc2"):
-        assert {family.name for family in chips.FAMILIES if getattr(family, capability)} == served
+    assert {family.name for family in chips.FAMILIES if family.top_k_top_p} == served
     assert {family.name for family in chips.FAMILIES if family.quantization is None} == served
     assert {
         family.name for family in chips.FAMILIES if not family.lacks(*chips.ALL_OPERATORS)
@@ -44,6 +43,8 @@ def test_experts_are_served_on_ascend950() -> None:
     family = chips.family_of("Ascend950PR_9599")
     assert family.moe_routing
     assert family.token_unpermute
+    assert family.mc2
+    assert family.mc2.default.expert_scales
     assert not family.lacks("npu_moe_gating_top_k", "npu_moe_init_routing_v2")
 
 

@@ -176,6 +176,8 @@ FAMILIES = (
         | {"npu_quant_lightning_indexer"},
         moe_routing=True,
         token_unpermute=True,
+        # As on A3, with the router's weights: vllm-ascend passes them on this chip.
+        mc2=MC2(MC2Algorithm("", frozenset(range(2, 769)), 512, range(1024, 8192 + 1), True)),
     ),
     # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so only static
     # activation quantization is supported.
