@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ascend_attention.gated_delta import FusedGatedDeltaRule
+from ascend_platform import host
 from ascend_platform.extension import GatedDeltaInputs
 from ascend_platform.plugins import registry, requirements, slots
 from ascend_platform.state_layers import gated_delta
@@ -20,6 +21,7 @@ LAYER = {
     "dtype": torch.bfloat16,
     "state_dtype": torch.bfloat16,
     "tokens": 1,
+    "chunk_sizes": range(128, 129),
 }
 
 
@@ -143,6 +145,7 @@ def test_prefills_by_the_operator(a_log, states):
         ({"doubles_strengths": True}, "strengths above 1", ""),
         ({"dtype": torch.float16}, "not float16", "not float16"),
         ({"sizes": (64, 64)}, "64 and 64, npu_chunk_gated_delta_rule takes 128 to 128", ""),
+        ({"sizes": (64, 64), "chunk_sizes": range(1, 129)}, "", ""),
         ({"sizes": (128, 520)}, "128 and 520", "npu_recurrent_gated_delta_rule takes 1 to 512"),
         ({"heads": 96}, "96 heads, npu_chunk_gated_delta_rule takes up to 64", ""),
         ({"tokens": 9}, "", "8 draft tokens, npu_recurrent_gated_delta_rule takes up to 7"),
@@ -202,3 +205,15 @@ def test_summary_line_says_what_serves_and_why(monkeypatch, given, text):
     monkeypatch.setattr(slots, "_offers", {})
     ascend_attention.register()
     assert str(gated_delta.select(given)).startswith(text)
+
+
+@pytest.mark.parametrize("states", ["auto", "float32"])
+def test_decodes_are_built_in_on_a_chip_without_their_operator(monkeypatch, states):
+    monkeypatch.setattr(registry, "_statuses", {})
+    monkeypatch.setattr(slots, "_offers", {})
+    monkeypatch.setattr(host, "chip", lambda: "Ascend950PR_9599")
+    ascend_attention.register()
+    rule = gated_delta.select(model(size=64, states=states))
+    assert rule.serves("prefill")
+    reason = "Ascend950PR_9599 has no npu_recurrent_gated_delta_rule"
+    assert str(rule).endswith(f", built-in PyTorch decode ({reason})")

@@ -6,8 +6,8 @@ operators.
 Their ranges are those of op-plugin's pages for CANN 9.1 (branch 26.1.0), and for strengths those of
 its later page of npu_chunk_gated_delta_rule. That also has decays of -1 to 0, beyond which results
 may overflow: those of trained weights are far below, and vllm-ascend passes them unchecked (pull
-request 12647). Both operators have states in bfloat16; of float32 states those that a step touches
-are cast.
+request 12647). Both operators have states in bfloat16, and on some chips npu_chunk_gated_delta_rule
+in float32 too; of float32 states those that a step touches are cast elsewhere.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch_npu
 from ascend_platform import extension
 
 OPERATORS = {"prefill": "npu_chunk_gated_delta_rule", "decode": "npu_recurrent_gated_delta_rule"}
-SIZES = {"prefill": range(128, 129), "decode": range(1, 513)}
+DECODE_SIZES = range(1, 513)
 HEADS = {"prefill": 64, "decode": 256}
 TOKENS = 8
 """Of a request in a decode: one, and its draft tokens."""
@@ -40,6 +40,7 @@ class FusedGatedDeltaRule:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         tokens: int,
+        chunk_sizes: range,
         doubles_strengths: bool = False,
     ) -> str:
         """Why a layer's ``prefill`` or ``decode`` is not supported, "" if it is.
@@ -48,14 +49,15 @@ class FusedGatedDeltaRule:
             heads: of values.
             sizes: of a key and of a value.
             tokens: of a request in a decode.
+            chunk_sizes: of keys and values that npu_chunk_gated_delta_rule takes on this chip.
             doubles_strengths: whether strengths reach 2.
         """
         if state_dtype not in (torch.bfloat16, torch.float32):
             return f"states are {_name(state_dtype)}, supported: bfloat16 and float32"
         if dtype != torch.bfloat16:
             return f"the operators take bfloat16, not {_name(dtype)}"
-        if any(size not in SIZES[phase] for size in sizes):
-            allowed = SIZES[phase]
+        allowed = chunk_sizes if phase == "prefill" else DECODE_SIZES
+        if any(size not in allowed for size in sizes):
             return (
                 f"keys and values of {sizes[0]} and {sizes[1]}, {OPERATORS[phase]} takes"
                 f" {allowed[0]} to {allowed[-1]}"
@@ -80,7 +82,7 @@ class FusedGatedDeltaRule:
             inputs.k,
             inputs.v.contiguous(),
             beta=inputs.beta.bfloat16(),
-            initial_state=states.bfloat16(),
+            initial_state=states if _takes_float32() else states.bfloat16(),
             actual_seq_lengths=_sizes(query_start_loc),
             scale=inputs.scale,
             g=inputs.g.contiguous(),
@@ -152,6 +154,11 @@ def _sizes(query_start_loc: torch.Tensor) -> torch.Tensor:
     if (known := kept.get("_sizes")) is None or known[0] != version:
         known = kept["_sizes"] = version, query_start_loc.diff().int()
     return known[1]
+
+
+@functools.cache
+def _takes_float32() -> bool:
+    return extension.chip().family.chunk_rule_float32
 
 
 @functools.cache

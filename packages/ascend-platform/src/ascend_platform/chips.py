@@ -73,6 +73,8 @@ class ChipFamily:
             which the operators' documentation recommends.
         chunk_head_size: the largest heads of npu_fused_infer_attention_score over pages where a
             request has several query tokens and keys before them.
+        chunk_rule_sizes: of keys and values of npu_chunk_gated_delta_rule.
+        chunk_rule_float32: whether that operator takes states in float32, not only in bfloat16.
         rows_in_nz: whether FRACTAL_NZ is the format of the matrix ``[out, in]``, as in checkpoints,
             not of its transpose.
         vector_collectives: whether HCCL has the expansion mode AIV.
@@ -91,6 +93,8 @@ class ChipFamily:
     token_unpermute: bool = False
     weight_nz: bool = False
     chunk_head_size: int = 256
+    chunk_rule_sizes: range = range(128, 129)
+    chunk_rule_float32: bool = False
     rows_in_nz: bool = False
     vector_collectives: bool = False
     assigns_by_mask: bool = True
@@ -174,6 +178,8 @@ FAMILIES = (
         operators=ALL_OPERATORS
         - {"npu_gemma_rms_norm", "npu_mrope", "npu_recurrent_gated_delta_rule"}
         | {"npu_quant_lightning_indexer"},
+        chunk_rule_sizes=range(1, 129),
+        chunk_rule_float32=True,
         moe_routing=True,
         token_unpermute=True,
         # As on A3, with the router's weights: vllm-ascend passes them on this chip.

@@ -78,6 +78,7 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
         "dtype": model.dtype,
         "state_dtype": states[1],
         "tokens": 1 + (drafts.num_speculative_tokens if drafts else 0),
+        "chunk_sizes": host.chip_family().chunk_rule_sizes,
         "doubles_strengths": bool(getattr(settings, "linear_allow_neg_eigval", False)),
     }
     reasons = {}
