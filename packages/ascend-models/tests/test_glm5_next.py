@@ -38,7 +38,7 @@ prompts = functools.partial(families.prompts, (3, 512))
 
 LONG = tuple(prompts(300)[0])
 CHUNKED = {"max_num_batched_tokens": 90, "language_model_only": True}
-CASES: dict[str, dict[str, Any]] = {
+EVERY: dict[str, dict[str, Any]] = {
     "chunks that end inside groups, prefix hits, preemption": {
         "engine": CHUNKED | {"dtype": "float32", "enable_prefix_caching": True},
         "batches": [[[*LONG, 3], *prompts(7, 135, 61, 530)], prompts(9, 150, start=LONG)],
@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
         "length": 20,
     },
     "DP2 EP2, decodes in graphs": {
+        "whole": True,
         "ranks": 2,
         "layout": {"data_parallel_size": 2, "enable_expert_parallel": True},
         "engine": CHUNKED
@@ -76,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sleeps": True,
     },
 }
+CASES = families.cases(EVERY)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ prompts = functools.partial(families.prompts, (2, 256))
 
 
 LONG = tuple(prompts(258)[0])
-CASES: dict[str, dict[str, Any]] = {
+EVERY: dict[str, dict[str, Any]] = {
     "chunks, prefix hits, preemption": {
         "engine": TEXT | {"dtype": "float32", "max_num_batched_tokens": 90},
         "batches": [prompts(300, 7, 135, 61), [[*LONG, 3]], prompts(9, 150, start=LONG)],
@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
         "length": 6,
     },
     "PP2": {
+        "whole": True,
         "ranks": 2,
         "layout": {"pipeline_parallel_size": 2},
         "engine": TEXT | {"dtype": "float32", "max_num_batched_tokens": 90},
@@ -75,6 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
         "length": 10,
     },
 }
+CASES = families.cases(EVERY)
 
 
 @pytest.fixture(scope="module")

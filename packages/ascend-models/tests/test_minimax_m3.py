@@ -36,7 +36,7 @@ prompts = functools.partial(families.prompts, (2, 250))
 
 
 LONG = tuple(prompts(520)[0])
-CASES: dict[str, dict[str, Any]] = {
+EVERY: dict[str, dict[str, Any]] = {
     "chunks, prefix hits, preemption": {
         "engine": TEXT | {"dtype": "float32", "max_num_batched_tokens": 200},
         "batches": [prompts(700, 7, 260), [[*LONG, 3]], prompts(9, 150, start=LONG)],
@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
         "length": 12,
     },
     "TP2 EP2": {
+        "whole": True,
         "ranks": 2,
         "engine": TEXT
         | {"dtype": "float32", "max_num_batched_tokens": 200, "enable_expert_parallel": True},
@@ -83,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
         "length": 10,
     },
 }
+CASES = families.cases(EVERY)
 
 
 @pytest.fixture(scope="module")
