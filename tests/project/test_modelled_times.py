@@ -64,9 +64,10 @@ def test_laws_of_the_emulator_are_those_of_the_plan() -> None:
     }
 
 
-@pytest.mark.parametrize("name", figures.FIGURES)
+@pytest.mark.parametrize("name", [name for name in emulated.chips() if figures.figures_of(name)])
 def test_chips_of_the_emulator_have_the_figures_of_the_plan(name: str) -> None:
-    known, chip = figures.FIGURES[name], emulated.chip(name)
+    known, chip = figures.figures_of(name), emulated.chip(name)
+    assert known is not None
     assert (chip.memory >> 30, chip.node) == (known.memory_gib, known.node)
     for modelled, published in (
         (chip.bandwidth / 1e9, known.bandwidth_gbs),

@@ -169,7 +169,7 @@ def _plan(
             f"--soc {soc} --npus {npus} --requests {requests} --input {given} --output {output}"
             " --json".split()
         )
-        quantized = ["--quantization", quantization] if quantization != "none" else []
+        quantized = ["--quantization", quantization]
         if command.load()(["plan", directory, *options, *quantized]):
             raise ValueError(f"vllm-ascend plan refuses {name} on {npus} {soc}")
     return json.loads(printed.getvalue())["layouts"]

@@ -286,23 +286,30 @@ def test_names_that_machines_print(printed, chip):
         assert result.memory_gib == 64
 
 
+SMALL = ["--gpu-memory-utilization", "0.15"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--soc", "910B4", "--npus", "1", "--input", "40000"],
+            "--input and --output are 40256 tokens together; ",
+        ),
         (
             ["--soc", "H100", "--npus", "1"],
             "unknown chip 'H100'; fix: --soc with one of: Ascend910B1",
         ),
         (
-            ["--soc", "Ascend910B4", "--npus", "1", "--input", "200000"],
+            ["--soc", "Ascend910B4", "--npus", "1", *SMALL],
             "per NPU; fix: --npus with more, or --quantization with one of: w8a8, w8a16, w4a16, w4a8",
         ),
         (
-            ["--soc", "910B4", "--npus", "1", "--input", "200000", "--quantization", "w8a8"],
+            ["--soc", "910B4", "--npus", "1", *SMALL, "--quantization", "w8a8"],
             "per NPU; fix: --npus with more, or --quantization with one of: w4a16, w4a8",
         ),
         (
-            ["--soc", "910B4", "--npus", "1", "--input", "200000", "--quantization", "w4a8"],
+            ["--soc", "910B4", "--npus", "1", *SMALL, "--quantization", "w4a8"],
             "per NPU; fix: --npus with more\n",
         ),
         (
@@ -347,6 +354,87 @@ def test_configurations_that_cannot_be_planned(tmp_path, capsys, text, message):
     error = capsys.readouterr().err
     assert message in error
     assert (error.count("fix: "), error.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hybrid_override_pattern": "M-M*"}, "the layers that hybrid_override_pattern describes"),
+        ({"model_type": "deepseek_v4"}, "deepseek_v4: plan does not read compressed KV caches"),
+        ({"model_type": "minimax_m3_text"}, "plan does not read attention over selected blocks"),
+        ({"head_dims": [64] * 35 + [128]}, "head_dims, which differs between layers"),
+        ({"num_experts": 8}, "8 experts, and no num_experts_per_tok, moe_topk or top_k_experts"),
+    ],
+)
+def test_models_whose_layers_are_not_read_are_refused(changed, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        model.from_config(CONFIGS["Qwen3-8B"].to_dict() | changed)
+    assert str(error.value).endswith("fix: plan another model")
+
+
+def test_other_names_of_the_number_of_experts():
+    """Gemma 4 has top_k_experts, and GLM a list of the layers with experts."""
+    plain = CONFIGS["Qwen3-30B-A3B"].to_dict()
+    named = plain | {"top_k_experts": plain.pop("num_experts_per_tok")}
+    named.pop("num_experts_per_tok", None)
+    assert model.from_config(named).chosen == 8
+    kinds = ["dense"] * 3 + ["sparse"] * 45
+    assert model.from_config(named | {"mlp_layer_types": kinds}).mixed == 45
+
+
+@pytest.mark.parametrize(
+    ("changed", "longest"),
+    [
+        ({}, 32768),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": None}, 0),
+    ],
+)
+def test_tokens_of_a_request(changed, longest):
+    assert model.from_config(CONFIGS["Qwen3-8B"].to_dict() | changed).longest == longest
+
+
+WEIGHTS = {"num_bits": 8, "type": "int"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheme"),
+    [
+        (None, "none"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "none"),
+        ({"quant_method": "awq", "bits": 4}, "w4a16"),
+        ({"quant_method": "gptq", "bits": 8}, "w8a16"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": WEIGHTS, "input_activations": WEIGHTS}},
+            },
+            "w8a8",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": WEIGHTS | {"type": "float"}}},
+            },
+            "none",
+        ),
+    ],
+)
+def test_scheme_of_a_checkpoint_is_the_default(tmp_path, capsys, settings, scheme):
+    config = CONFIGS["Qwen3-8B"].to_dict() | {"quantization_config": settings}
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
+    options = ["plan", str(tmp_path), "--soc", "910B3", "--npus", "1"]
+    assert main.main(options) == 0
+    assert f"; quantization {scheme}\n" in capsys.readouterr().out
+    assert main.main([*options, "--quantization", "w8a16"]) == 0
+    assert "; quantization w8a16\n" in capsys.readouterr().out
 
 
 def test_a_list_with_a_number_for_each_layer():

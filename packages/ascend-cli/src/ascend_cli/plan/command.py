@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--npus", type=int, help="number of NPUs (default: this machine's)")
     scheme = parser.add_argument("--quantization", choices=[*BITS], metavar="SCHEME")
-    scheme.help = f"of the linear layers: {', '.join(BITS)} (default: none)"
+    scheme.help = f"of the linear layers: {', '.join(BITS)} (default: that of the checkpoint)"
     parser.add_argument(
         "--kv-cache-dtype", choices=["auto", "int8"], default="auto", help="auto: 16 bits (default)"
     )
@@ -97,11 +97,16 @@ def run(options: argparse.Namespace) -> int:
     if npus < 1:
         raise ValueError("no NPU was found; fix: give their number with --npus")
     model = load(options.model)
+    if 0 < model.longest < (tokens := options.input + options.output):
+        raise ValueError(
+            f"--input and --output are {tokens} tokens together; {model.name} takes {model.longest};"
+            " fix: fewer of either"
+        )
     given = estimate.Load(
         options.requests,
         options.input,
         options.output,
-        options.quantization or "none",
+        options.quantization or model.scheme,
         1 if options.kv_cache_dtype == "int8" else 2,
         options.gpu_memory_utilization,
         options.speculative_tokens,

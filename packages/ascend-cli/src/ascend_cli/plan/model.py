@@ -12,6 +12,8 @@ from typing import Any
 
 from ascend_platform.extension import installation
 
+from ascend_cli.plan import unread
+
 BITS = {"none": 16} | {
     name.removesuffix("_DYNAMIC").lower(): bits for name, bits in installation.SCHEME_BITS.items()
 }
@@ -58,6 +60,8 @@ class Model:
     # Layers with a gated delta net, which have a state for each request instead of a KV cache.
     linear: int = 0
     state: int = 0  # bytes of such a state
+    longest: int = 0  # Tokens of a request, 0 where the configuration does not say it.
+    scheme: str = "none"  # of the checkpoint
 
     @property
     def head(self) -> int:
@@ -139,6 +143,11 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
             )
         return value
 
+    if layers_unread := unread.reason(text):
+        raise ValueError(
+            f"{kind}: plan does not read {layers_unread}; supported: models whose layers have"
+            " attention, latent attention or gated delta nets; fix: plan another model"
+        )
     types = get("layer_types", of=list) or []
     linear = _linear_layers(text, types)
     others = UNSUPPORTED_LAYERS if linear else {*UNSUPPORTED_LAYERS, "linear_attention"}
@@ -204,6 +213,12 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     width = get("intermediate_size", "n_inner") or 4 * hidden
     experts = get("n_routed_experts", "num_local_experts", "num_experts")
     mixed = expert = shared = 0
+    chosen = get("num_experts_per_tok", "moe_topk", "top_k_experts")
+    if experts and not chosen:
+        raise ValueError(
+            f"{kind}: {experts} experts, and no num_experts_per_tok, moe_topk or top_k_experts in"
+            " the configuration; fix: plan another model"
+        )
     if experts:
         expert_width = get("moe_intermediate_size") or width
         expert = 3 * hidden * expert_width
@@ -216,7 +231,10 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
             get("first_k_dense_replace"),
             get("mlp_only_layers", of=list) or [],
         )
-        mixed = sum(i >= first and i not in without and (i + 1) % step == 0 for i in range(layers))
+        sparse = (get("mlp_layer_types", of=list) or []).count("sparse")
+        mixed = sparse or sum(
+            i >= first and i not in without and (i + 1) % step == 0 for i in range(layers)
+        )
     sliding = types.count("sliding_attention") or (
         layers if get("sliding_window") and not types and kind == "mistral" else 0
     )
@@ -236,13 +254,15 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         mlp_width=width,
         mixed=mixed,
         experts=experts,
-        chosen=get("num_experts_per_tok", "moe_topk"),
+        chosen=chosen,
         expert=expert,
         shared=shared,
         window=get("sliding_window") if sliding else 0,
         sliding=sliding,
         linear=linear,
         state=state,
+        longest=unread.longest(text),
+        scheme=unread.scheme(config),
     )
 
 
