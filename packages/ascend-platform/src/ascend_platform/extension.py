@@ -49,6 +49,8 @@ from ascend_platform.plugins.plugin_filter import allowed
 from ascend_platform.plugins.registry import API_VERSION, join, state
 from ascend_platform.plugins.requirements import version
 from ascend_platform.plugins.slots import offer, offered
+from ascend_platform.process.replacements import listen as listen_for_replacements
+from ascend_platform.process.replacements import listeners as replacement_listeners
 from ascend_platform.protocols import Diagnostics, Experts
 
 __all__ = [
@@ -83,6 +85,7 @@ __all__ = [
     "int8_rows",
     "is_captured",
     "join",
+    "listen_for_replacements",
     "logger",
     "module_source",
     "offer",
@@ -91,6 +94,7 @@ __all__ = [
     "optional_rows",
     "overrides",
     "parse_options",
+    "replacement_listeners",
     "rope_order",
     "state",
     "state_slabs",

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 import zmq
+from ascend_platform.extension import RefusedError, logger
 from zmq.utils.monitor import recv_monitor_message
 
-from ascend_platform.errors import RefusedError
-from ascend_platform.logger import logger
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.errors import KINDS, Kind, TransferError, printable
-from ascend_platform.transfer.messages import LONGEST_MESSAGE, Codec, Message, Refused
-from ascend_platform.transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.errors import KINDS, Kind, TransferError, printable
+from ascend_transfer.messages import LONGEST_MESSAGE, Codec, Message, Refused
+from ascend_transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
 
 MAX_PORT = 65535
 MAX_CONNECT_ATTEMPTS = 5

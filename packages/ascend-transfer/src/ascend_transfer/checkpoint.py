@@ -10,9 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from ascend_platform.extension import RefusedError
 from huggingface_hub import try_to_load_from_cache
-
-from ascend_platform.errors import RefusedError
 
 SAMPLE_BYTES = 256
 

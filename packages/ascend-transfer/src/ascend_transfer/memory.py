@@ -12,8 +12,8 @@ from time import monotonic
 
 import torch
 
-from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import Settled, TransferError
+from ascend_transfer.engine import Engine
+from ascend_transfer.errors import Settled, TransferError
 
 
 def allocate_buffer(engine: Engine, size: int, device: torch.device) -> torch.Tensor:

@@ -21,13 +21,12 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
+from ascend_platform.extension import RefusedError, logger
 from packaging.version import Version
 
-from ascend_platform.errors import RefusedError
-from ascend_platform.logger import logger
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.engine import READ_SECONDS, Runs, release_when_settled
-from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.engine import READ_SECONDS, Runs, release_when_settled
+from ascend_transfer.errors import Settled, TransferError, at_once, never
 
 WHEELS = (
     "mooncake-transfer-engine-npu",
@@ -304,7 +303,7 @@ def shared_engine(
 
 
 class MooncakeEngine:
-    """See :class:`~ascend_platform.transfer.engine.Engine`; it uses this process's engine. The keys
+    """See :class:`~ascend_transfer.engine.Engine`; it uses this process's engine. The keys
     are not used."""
 
     most_runs = sys.maxsize

@@ -8,8 +8,7 @@ import hashlib
 import os
 import stat
 
-from ascend_platform.errors import RefusedError
-from ascend_platform.logger import logger
+from ascend_platform.extension import RefusedError, logger
 
 MIN_SECRET_BYTES = 16
 """Minimum length of a secret."""

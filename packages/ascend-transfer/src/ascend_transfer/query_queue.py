@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
-from ascend_platform.transfer.messages import Message, Refused
+from ascend_transfer.messages import Message, Refused
 
 Key = tuple[Any, ...]
 

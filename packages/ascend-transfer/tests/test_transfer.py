@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Code shared by KV connector and model loader: fingerprints of checkpoints."""
+"""Fingerprints of checkpoints and adapters, and the secret of instances."""
 
 import json
 import os
@@ -13,18 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform.errors import RefusedError
-from ascend_platform.transfer import replacements
-from ascend_platform.transfer.checkpoint import (
+from ascend_platform.extension import RefusedError
+from ascend_transfer.checkpoint import (
     adapter_files,
     adapter_fingerprint,
     checkpoint_fingerprint,
     loaded_fingerprint,
     note_files,
 )
-from ascend_platform.transfer.secret import read_secret
+from ascend_transfer.secret import read_secret
 from safetensors.torch import save_file
-from vllm.v1.worker.gpu_worker import Worker
 
 
 def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
@@ -114,28 +112,6 @@ def test_adapter_fingerprint_covers_every_byte(tmp_path: Path) -> None:
     assert [name for name, *_ in adapter_files(str(path))] == ["adapter_config.json"]
     for nowhere in ("/nowhere", "nobody/has-this", "s3://bucket/adapter"):
         assert (adapter_files(nowhere), adapter_fingerprint(nowhere)) == ((), "")
-
-
-def test_methods_that_leave_weights_are_those_of_vllms_worker() -> None:
-    """A method that a later vLLM adds counts as one that replaces weights until it is named here."""
-    of_vllm = {name for name in dir(Worker) if not name.startswith("_")}
-    replace = {
-        "apply_model",
-        "discard",
-        "elastic_ep_execute",
-        "finish_weight_update",
-        "load_model",
-        "reload_weights",
-        "start_draft_weight_update",
-        "start_weight_update",
-        "update_config",
-        "update_weights",
-        "wake_up",
-    }
-    assert replace <= of_vllm
-    assert not replace & replacements.READS
-    # Some are not in each version.
-    assert len(replacements.READS - of_vllm) < 5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Messages of :mod:`ascend_platform.transfer.rpc`: msgpack, decoded into known types only."""
+"""Messages of :mod:`ascend_transfer.rpc`: msgpack, decoded into known types only."""
 
 from __future__ import annotations
 

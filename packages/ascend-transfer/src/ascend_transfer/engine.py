@@ -11,11 +11,10 @@ from time import sleep
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from ascend_platform.extension import RefusedError, offered
 
-from ascend_platform.errors import RefusedError
-from ascend_platform.plugins import slots
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.errors import Settled
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.errors import Settled
 
 READ_SECONDS = 30.0
 """Timeout of a read by an engine that cannot abort reads one by one."""
@@ -25,7 +24,7 @@ SETTLE_POLL_SECONDS = 1.0
 _kept: list[Callable[[], object]] = []
 """Never called: what they refer to is kept for the life of the process."""
 
-ENGINES = {"mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine", "hccl": ""}
+ENGINES = {"mooncake": "ascend_transfer.mooncake.MooncakeEngine", "hccl": ""}
 """Class by name, whose module has ``check()``; "" is what ascend-communicator offers for the slot
 ``transfer_engine.NAME``."""
 
@@ -155,7 +154,7 @@ def _class(name: str) -> tuple[Any, str]:
     Raises:
         RefusedError: ascend-communicator is not installed, or is filtered out.
     """
-    if (path := ENGINES[name] or slots.offered(f"transfer_engine.{name}")) is None:
+    if (path := ENGINES[name] or offered(f"transfer_engine.{name}")) is None:
         raise RefusedError(
             f"{name} needs ascend-communicator, which is not active; fix: pip install"
             " ascend-communicator, and add ascend_communicator to VLLM_PLUGINS if that is set"
