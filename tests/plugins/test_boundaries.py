@@ -163,7 +163,7 @@ ORDER = (
     "attention",
     "kernels",
     "ops state_layers",
-    "lora quantization graph",
+    "lora graph",
     "activation",
     "worker",
     "runners",

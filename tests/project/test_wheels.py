@@ -28,6 +28,7 @@ COMPONENTS = {
     "ascend-model-loader",
     "ascend-models",
     "ascend-patches",
+    "ascend-quantization",
 }
 # Required by components, and no plugins of vLLM.
 LIBRARIES = {"ascend-transfer"}

@@ -43,6 +43,7 @@ SIBLINGS = (
     "ascend-model-loader",
     "ascend-models",
     "ascend-patches",
+    "ascend-quantization",
 )
 LIBRARIES = {
     "ascend-transfer": ("ascend-communicator", "ascend-kv-connector", "ascend-model-loader"),

@@ -124,8 +124,8 @@ def test_summary_names_every_component_with_its_state(installed, monkeypatch):
     assert parts[4] == "communicator 1.0 off (filtered out by VLLM_PLUGINS)"
     assert parts[6].startswith("model-loader 1.0 off (VLLM_PLUGINS has a space")
     assert parts[8].startswith("patches 1.0 disabled: requires packaging<1")
-    assert parts[9] == "attention: fused"
-    assert f"torch-npu {extension.version('torch-npu')}" in parts[10]
+    assert parts[10] == "attention: fused"
+    assert f"torch-npu {extension.version('torch-npu')}" in parts[11]
     assert "\n" not in registry.summary("fused")
 
 

@@ -10,6 +10,8 @@ unless its description says it.
 from __future__ import annotations
 
 from ascend_platform import plugins
+from ascend_platform.config.quantization import METHODS as QUANTIZATION_METHODS
+from ascend_platform.config.quantization import SCHEME_BITS
 from ascend_platform.errors import Problem
 from ascend_platform.host import (
     DRIVER,
@@ -56,8 +58,6 @@ from ascend_platform.plugins.requirements import (
     upgrade_command,
 )
 from ascend_platform.process.sockets import is_private
-from ascend_platform.quantization.common import METHODS as QUANTIZATION_METHODS
-from ascend_platform.quantization.common import SCHEME_BITS
 
 __all__ = [
     "BUILT_FOR_TORCH",
