@@ -266,7 +266,7 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
             (
                 "vllm.general_plugins",
                 "ascend_service_profiling",
-                "ascend_platform.observability.service_profiling:register",
+                "ascend_cli.service_profiling:register",
             ),
             ("console_scripts", "vllm-ascend", "ascend_cli.main:main"),
             ("vllm_ascend.commands", "doctor", "ascend_cli.doctor:add"),

@@ -17,8 +17,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.version import Version
-
 SWITCH = "SERVICE_PROF_CONFIG_PATH"
 HANDLERS = {
     "ms_service_profiler": "ms_service_profiler.patcher.vllm.handlers.v1.{}_handlers:{}",
@@ -62,27 +60,43 @@ SYMBOLS = [
 """Functions that every engine has."""
 
 
-def of_runner(runner: str, *methods: str) -> list[Symbol]:
-    """The methods of a model runner's class to measure, besides those that each has."""
+_RUNNER = "ascend_platform.runners.{}.runner:NPUModelRunner.{}"
+_METHODS = {
+    "v1": "_update_states _prepare_inputs _build_attention_metadata",
+    "v2": "add_requests update_requests prepare_inputs prepare_attn sample postprocess_sampled",
+}
+_PROPOSE = "vllm.v1.worker.gpu.spec_decode.{}Speculator.propose"
+_DRAFTERS = {
+    "v1": (_RUNNER.format("v1", "propose_draft_token_ids"),),
+    "v2": (
+        _PROPOSE.format("target_dependent_ar.speculator:TargetDependentAR"),
+        _PROPOSE.format("standalone_ar.speculator:StandaloneAR"),
+        _PROPOSE.format("ngram.speculator:NgramGPU"),
+    ),
+}
+_SAMPLER = Symbol(
+    "vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")
+)
+
+
+def of_runner(runner: str) -> list[Symbol]:
+    """The functions of a model runner to measure."""
     named = {"execute_model": "modelRunnerExec"} | {
-        each: each for each in ("sample_tokens", *methods)
+        each: each for each in ("sample_tokens", *_METHODS[runner].split())
     }
-    return [Symbol(f"{runner}.{method}", name, "Execute") for method, name in named.items()]
+    methods = (
+        Symbol(_RUNNER.format(runner, each), name, "Execute") for each, name in named.items()
+    )
+    drafters = (Symbol(each, "propose_draft_token_ids", "SpecDecode") for each in _DRAFTERS[runner])
+    return [*([_SAMPLER] if runner == "v1" else []), *methods, *drafters]
 
 
 def symbols() -> list[Symbol]:
     """Those of the installed vLLM: of the runners that it has, as an engine's options choose
     between them."""
-    from ascend_platform.config import runners
-    from ascend_platform.overrides import table
-    from ascend_platform.plugins import requirements
+    from ascend_platform.extension import installation
 
-    found = [*SYMBOLS]
-    if runners.has_v1():
-        found += runners.module("v1", "profiling_symbols").SYMBOLS
-    if Version(requirements.version("vllm")) >= Version(table.V2_SINCE):
-        found += runners.module("v2", "profiling_symbols").SYMBOLS
-    return found
+    return [*SYMBOLS, *(each for name in installation.runners() for each in of_runner(name))]
 
 
 def register() -> None:
@@ -94,8 +108,7 @@ def register() -> None:
     if not os.environ.get(SWITCH):
         return
     import vllm  # Already imported, because it loads this plugin.
-
-    from ascend_platform.logger import logger
+    from ascend_platform.extension import logger
 
     package = next((name for name in HANDLERS if importlib.util.find_spec(name)), None)
     if package is None:

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import yaml
+from ascend_cli import service_profiling
+from ascend_cli.service_profiling import SWITCH, symbols
 from ascend_platform.config import runners
-from ascend_platform.observability import service_profiling
-from ascend_platform.observability.service_profiling import SWITCH, symbols
 from packaging.version import Version
 from vllm import __version__
 
