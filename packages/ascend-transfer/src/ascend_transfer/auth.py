@@ -56,5 +56,6 @@ class CurveKeys:
 
 
 def _derive_keypair(secret: bytes, use: bytes) -> tuple[bytes, bytes]:
+    # The name that the library had before, as in ``secret.py``.
     private = z85.encode(hmac.digest(secret, b"ascend_platform.transfer " + use, "sha256"))
     return zmq.curve_public(private), private

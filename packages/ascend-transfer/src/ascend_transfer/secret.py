@@ -64,6 +64,7 @@ def read_file(path: str) -> tuple[bytes, int]:
 
 @functools.cache
 def _derive(secret: bytes) -> bytes:
+    # The name that the library had before: instances of both forms accept each other.
     return hashlib.scrypt(
         secret, salt=b"ascend_platform.transfer", n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32
     )
