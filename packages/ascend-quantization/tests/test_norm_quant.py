@@ -68,7 +68,7 @@ def test_linear_layer_reads_the_rows_of_the_norm(dtype):
     x, residual = inputs(dtype)
     normed, total = norm(x, residual)
     assert fused == 1
-    assert norm_quant.rows_of(normed).values.dtype == torch.int8
+    assert norm_quant.quantized_rows(normed).values.dtype == torch.int8
     exact = normed_exactly(norm, x, residual)
     steps = exact.abs().amax(-1, keepdim=True) / 127
     weight = qkv.values.double() * qkv.scale.double()
@@ -117,7 +117,7 @@ def test_linear_layer_reads_the_rows_of_swiglu():
     x = torch.randn(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16, device="npu")
     rows = layer.act_fn(x)
     assert fused == 1
-    assert norm_quant.rows_of(rows).values.dtype == torch.int8
+    assert norm_quant.quantized_rows(rows).values.dtype == torch.int8
     assert (rows.shape, len(rows), rows.dim()) == ((TOKENS, HIDDEN), TOKENS, 2)
     exact = activated_exactly(x)
     steps = exact.abs().amax(-1, keepdim=True) / 127

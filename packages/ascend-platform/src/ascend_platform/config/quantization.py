@@ -57,8 +57,10 @@ def check(method: str) -> None:
             " fix: serve a checkpoint of one of these"
         )
     if (offered := formats()) is None:
-        needed = registry.with_state("ascend-quantization")
-        raise RefusedError(f"the model is quantized ({method}), which needs {needed}")
+        raise RefusedError(
+            f"the model is quantized ({method}), which needs"
+            f" {registry.with_state('ascend-quantization')}"
+        )
     if error := offered.register():
         raise RefusedError(
             f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
