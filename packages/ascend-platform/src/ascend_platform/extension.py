@@ -42,7 +42,7 @@ from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_
 from ascend_platform.host import chip_family
 from ascend_platform.logger import logger
 from ascend_platform.ops.formats import is_nz, to_nz
-from ascend_platform.options import Range, config, option, rope_order
+from ascend_platform.options import Range, config, option, platform_options, rope_order
 from ascend_platform.options import parse as parse_options
 from ascend_platform.overrides import guard, table
 from ascend_platform.overrides.table import Override, optional_rows
@@ -117,6 +117,7 @@ __all__ = [
     "optional_rows",
     "overrides",
     "parse_options",
+    "platform_options",
     "quantized_rows",
     "replacement_listeners",
     "rope_order",

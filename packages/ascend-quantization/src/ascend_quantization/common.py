@@ -46,11 +46,11 @@ def check_chip(schemes: Iterable[str]) -> None:
 def uses_weight_nz() -> bool:
     """Whether int8 matrices, of experts too, are stored in FRACTAL_NZ: the option
     ``ascend.platform.weight_nz``, or by chip."""
-    asked = extension.config("platform")["weight_nz"]
+    asked = extension.platform_options().weight_nz
     return extension.chip().family.weight_nz if asked is None else bool(asked)
 
 
 def fp8_target() -> str:
     """Target of the conversion of FP8 weights at load, the model's dtype or int8: the option
     ``ascend.platform.fp8``."""
-    return str(extension.config("platform")["fp8"])
+    return extension.platform_options().fp8
