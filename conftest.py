@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["harness.scheduling"]
+pytest_plugins = ["harness.fixtures", "harness.scheduling"]
 
 # Two versions of vLLM overwrite each other's model infos, and each miss costs an import of vLLM in
 # a process of its own.

@@ -24,7 +24,7 @@ from ascend_kv_connector.p2p.paged_cache import (
 from ascend_kv_connector.p2p.producer.producer import Producer
 from ascend_kv_connector.p2p.rank import RankContext, private_stream
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_platform.transfer.auth import CurveKeys
+from ascend_transfer.auth import CurveKeys
 
 TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 import torch
-from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import TransferError, at_once
+from ascend_transfer.engine import Runs
+from ascend_transfer.errors import TransferError, at_once
 
 CUT_SECONDS = 0.05
 
@@ -92,7 +92,7 @@ class LinkCuts:
 
 
 class InMemoryTransport:
-    """See :class:`~ascend_platform.transfer.engine.Engine`. It checks that both addresses are in
+    """See :class:`~ascend_transfer.engine.Engine`. It checks that both addresses are in
     registered memory."""
 
     name = "memory"

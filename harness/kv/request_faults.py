@@ -27,7 +27,7 @@ from typing import Any
 
 from ascend_kv_connector.p2p import worker
 from ascend_kv_connector.p2p.consumer import push_stop
-from ascend_platform.transfer import engine
+from ascend_transfer import engine
 from harness.kv.memory_transport import Faults, InMemoryNetwork, InMemoryTransport, LinkCuts
 
 NETWORK = InMemoryNetwork()

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from ascend_kv_connector.config import Options
-from ascend_platform.transfer.engine import Runs
+from ascend_transfer.engine import Runs
 
 REQUESTS, TOKENS, LAYERS, HEADS, SIZE = 4, 1024, 16, 8, 128
 LANES = 2
@@ -23,7 +23,7 @@ AIM = 0.9
 """Of bare Mooncake's throughput, which reads should reach."""
 
 MOONCAKE, ASLEEP, FLOOR = "Mooncake", "Mooncake, waited for asleep", "relative to both copies only"
-"""Reads of as many bytes by Mooncake's synchronous call, by the engine of ascend_platform.transfer,
+"""Reads of as many bytes by Mooncake's synchronous call, by the engine of ascend_transfer,
 and by the latter while both processes copy as many bytes between cache and buffer, without waiting
 for each other: what staged reads could reach at best."""
 
@@ -35,7 +35,7 @@ class Loopback:
     """A network of Mooncake transports over loopback."""
 
     def make_transport(self) -> Any:
-        from ascend_platform.transfer.mooncake import MooncakeEngine
+        from ascend_transfer.mooncake import MooncakeEngine
 
         return MooncakeEngine("127.0.0.1", "tcp")
 
@@ -243,8 +243,8 @@ def bare_readers(
     The first by Mooncake's synchronous call, which other connectors use; the second by our engine.
     """
     import torch
-    from ascend_platform.transfer.engine import READ_SECONDS
-    from ascend_platform.transfer.mooncake import shared_engine
+    from ascend_transfer.engine import READ_SECONDS
+    from ascend_transfer.mooncake import shared_engine
 
     transport, shared = Loopback().make_transport(), shared_engine("127.0.0.1", "tcp", READ_SECONDS)
     engine, peer = shared.engine, shared.peer_name(session)

@@ -16,7 +16,7 @@ from typing import Any
 from ascend_kv_connector.p2p.producer.leases import PrefillProgress
 from ascend_kv_connector.p2p.protocol import PrefillStarted
 from ascend_kv_connector.p2p.transfers import Done, Failed
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 from harness.kv.memory_transport import Faults, InMemoryNetwork, LinkCuts
 
 TIMEOUT = 1.0

@@ -21,6 +21,7 @@ PLUGINS = [
     "ascend_model_loader",
     "ascend_models",
     "ascend_patches",
+    "ascend_quantization",
 ]
 ORDERS = [PLUGINS[i:] + PLUGINS[:i] for i in range(len(PLUGINS))] + [PLUGINS[::-1]]
 SCRIPT = """

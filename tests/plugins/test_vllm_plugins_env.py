@@ -28,6 +28,7 @@ SIBLINGS = [
     "ascend-model-loader",
     "ascend-models",
     "ascend-patches",
+    "ascend-quantization",
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from ascend_communicator import hccl_sender
 from ascend_kv_connector.p2p import protocol
 from ascend_model_loader import wire
-from ascend_platform.transfer import messages
+from ascend_transfer import messages
 
 
 def subclasses(base: type) -> Iterator[type]:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 
 import pytest
-from ascend_platform.transfer import mooncake
+from ascend_transfer import mooncake
 from harness import checkout
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet

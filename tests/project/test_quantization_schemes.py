@@ -6,8 +6,9 @@ chips."""
 import re
 
 from ascend_platform import chips
-from ascend_platform.quantization.common import SCHEME_BITS
-from ascend_platform.quantization.schemes import FLOAT, SCHEMES
+from ascend_platform.config.quantization import DESCRIPTION, METHODS, MODELSLIM, SCHEME_BITS
+from ascend_quantization import common
+from ascend_quantization.schemes import FLOAT, SCHEMES
 from harness import checkout
 
 PAGE = (checkout.ROOT / "docs" / "quantization.md").read_text()
@@ -24,6 +25,12 @@ def rows() -> dict[str, list[str]]:
 def test_every_registered_scheme_has_a_row_and_bits() -> None:
     assert {*rows()} == {*SCHEMES, FLOAT}
     assert {*SCHEME_BITS} == {*SCHEMES}
+
+
+def test_platform_and_wheel_have_the_same_names() -> None:
+    of_wheel = {value for name, value in vars(common).items() if name.isupper()}
+    assert of_wheel == {*METHODS, DESCRIPTION} - {"compressed-tensors"}
+    assert MODELSLIM == common.NAME
 
 
 def test_rows_have_the_experts_and_chips_of_the_code() -> None:

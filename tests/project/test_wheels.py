@@ -28,10 +28,13 @@ COMPONENTS = {
     "ascend-model-loader",
     "ascend-models",
     "ascend-patches",
+    "ascend-quantization",
 }
+# Required by components, and no plugins of vLLM.
+LIBRARIES = {"ascend-transfer"}
 META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
 REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
-NAMES = sorted({*COMPONENTS, META, EMULATOR})
+NAMES = sorted({*COMPONENTS, *LIBRARIES, META, EMULATOR})
 # Imported only where it is installed: colours of the doctor, the emulator's plugin, which pytest
 # loads, and pip's tomli.
 NOT_REQUIRED = {"ascend-cli": {"rich"}, EMULATOR: {"pytest", "pip"}}
@@ -150,20 +153,21 @@ def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> No
     assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])
 
 
-@pytest.mark.parametrize("name", sorted(COMPONENTS))
+@pytest.mark.parametrize("name", sorted(COMPONENTS | LIBRARIES))
 def test_ranges_have_a_lower_and_an_upper_bound(wheels: dict[str, Wheel], name: str) -> None:
     """Siblings have the range of vLLM from ascend-platform, so that one file states it."""
     bounded = ["vllm", "torch-npu"] if name == "ascend-platform" else ["ascend-platform"]
+    bounded += [each.name for each in wheels[name].requirements if each.name in LIBRARIES]
     for other in bounded:
         operators = sorted(
             specifier.operator for specifier in wheels[name].required(other).specifier
         )
         assert operators == ["<", ">="], f"{name} requires {wheels[name].required(other)}"
     family = {requirement.name for requirement in wheels[name].requirements} & {*NAMES, "vllm"}
-    assert family == {"vllm" if name == "ascend-platform" else "ascend-platform"}
+    assert family - LIBRARIES == {"vllm" if name == "ascend-platform" else "ascend-platform"}
 
 
-@pytest.mark.parametrize("name", sorted({*COMPONENTS, EMULATOR}))
+@pytest.mark.parametrize("name", sorted({*COMPONENTS, *LIBRARIES, EMULATOR}))
 def test_imported_packages_are_required(wheels: dict[str, Wheel], name: str) -> None:
     """By the wheel itself, or by vLLM or torch-npu, which each wheel requires, some of them by way
     of ascend-platform."""
@@ -210,11 +214,12 @@ def test_stated_interface_version_has_the_names_that_are_used(
     assert used - {re.split(r"\W", line)[0] for line in record.read_text().splitlines()} == set()
 
 
-@pytest.mark.parametrize("name", sorted(COMPONENTS))
+@pytest.mark.parametrize("name", sorted(COMPONENTS | LIBRARIES))
 def test_ranges_admit_what_is_built_and_installed(wheels: dict[str, Wheel], name: str) -> None:
     if name != "ascend-platform":
-        version = wheels["ascend-platform"].metadata["Version"]
-        assert version in wheels[name].required("ascend-platform").specifier
+        for each in wheels[name].requirements:
+            if each.name in {"ascend-platform", *LIBRARIES}:
+                assert wheels[each.name].metadata["Version"] in each.specifier
         return
     minors = tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text())
     tried = ["0.30.9", *(f"{minor}.0" for minor in minors), "0.99.0"]
@@ -225,7 +230,7 @@ def test_ranges_admit_what_is_built_and_installed(wheels: dict[str, Wheel], name
 def test_only_the_meta_package_has_exact_pins(wheels: dict[str, Wheel]) -> None:
     pins = {str(requirement) for requirement in wheels[META].requirements}
     versions = {name: wheel.metadata["Version"] for name, wheel in wheels.items()}
-    assert pins == {f"{name}=={versions[name]}" for name in COMPONENTS} | {
+    assert pins == {f"{name}=={versions[name]}" for name in COMPONENTS | LIBRARIES} | {
         f'{EMULATOR}=={versions[EMULATOR]}; extra == "emulator"'
     }
     assert not [
@@ -261,7 +266,7 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
             (
                 "vllm.general_plugins",
                 "ascend_service_profiling",
-                "ascend_platform.observability.service_profiling:register",
+                "ascend_cli.service_profiling:register",
             ),
             ("console_scripts", "vllm-ascend", "ascend_cli.main:main"),
             ("vllm_ascend.commands", "doctor", "ascend_cli.doctor:add"),

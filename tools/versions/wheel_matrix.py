@@ -43,7 +43,13 @@ SIBLINGS = (
     "ascend-model-loader",
     "ascend-models",
     "ascend-patches",
+    "ascend-quantization",
 )
+LIBRARIES = {
+    "ascend-transfer": ("ascend-communicator", "ascend-kv-connector", "ascend-model-loader"),
+}
+"""Wheels that are no plugins, and the components that require them."""
+
 DEADLINE = 600  # seconds for one probe
 
 
@@ -92,16 +98,17 @@ class Environment:
         )
 
     def choose(self, wheels: tuple[str, ...]) -> None:
-        """Install these wheels, and no other of the components."""
+        """Install these wheels and the libraries that they require, and no other wheel of ours."""
         installed = [
             name
-            for name in (PLATFORM, *SIBLINGS)
+            for name in (PLATFORM, *SIBLINGS, *LIBRARIES)
             if any(self.venv.glob(f"lib/*/site-packages/{name.replace('-', '_')}-*"))
         ]
         if installed:
             self.pip("uninstall", *installed)
-        if wheels:
-            self.pip("install", "--no-deps", *(self.wheels[name] for name in wheels))
+        required = (name for name, users in LIBRARIES.items() if {*users} & {*wheels})
+        if chosen := [self.wheels[name] for name in (*wheels, *required)]:
+            self.pip("install", "--no-deps", *chosen)
 
     def lacks(self) -> list[str]:
         """Lines of `pip check` about our wheels."""

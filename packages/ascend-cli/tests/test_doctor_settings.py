@@ -67,7 +67,7 @@ def test_filtered_component_warns_and_filtered_platform_fails():
     assert status == 0
     names = (
         "ascend_attention, ascend_cli, ascend_communicator, ascend_kv_connector,"
-        " ascend_model_loader, ascend_models, ascend_patches"
+        " ascend_model_loader, ascend_models, ascend_patches, ascend_quantization"
     )
     fix = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
     assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, fix)

@@ -55,7 +55,7 @@ def links(max_streams: int) -> int:
 
 
 def run(remote: int, local: int, size: int) -> Any:
-    from ascend_platform.transfer.engine import Runs
+    from ascend_transfer.engine import Runs
 
     return Runs([remote], [local], [size])
 
@@ -64,7 +64,7 @@ def end(secret: bytes = b"") -> tuple[Any, Any]:
     import ascend_communicator
     import torch
     from ascend_communicator.hccl_engine import HcclEngine
-    from ascend_platform.transfer.auth import CurveKeys
+    from ascend_transfer.auth import CurveKeys
 
     ascend_communicator.register()
     transport = HcclEngine("127.0.0.1", keys=CurveKeys(secret) if secret else None)

@@ -16,9 +16,9 @@ from ascend_communicator import hccl_sender
 from ascend_communicator.hccl_sender import MAX_CONNECTING, Connect, RootInfo, Send
 from ascend_platform import extension
 from ascend_platform.plugins import slots
-from ascend_platform.transfer import engine
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.messages import Ack, Refused
+from ascend_transfer import engine
+from ascend_transfer.errors import TransferError
+from ascend_transfer.messages import Ack, Refused
 from harness.engines import npus
 
 

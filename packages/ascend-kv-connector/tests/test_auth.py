@@ -16,10 +16,10 @@ from ascend_kv_connector.auth import SECRET_ENV, read_secret, require_secret, wa
 from ascend_kv_connector.p2p.protocol import CODEC, Ack, Finish
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform import extension
-from ascend_platform.transfer import rpc
-from ascend_platform.transfer.auth import CurveKeys, is_loopback
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.rpc import RpcClient, RpcServer
+from ascend_transfer import rpc
+from ascend_transfer.auth import CurveKeys, is_loopback
+from ascend_transfer.errors import TransferError
+from ascend_transfer.rpc import RpcClient, RpcServer
 
 OURS, THEIRS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, or more")
 
@@ -104,7 +104,7 @@ def test_server_takes_the_first_free_port_of_a_range() -> None:
 def test_connections_without_a_handshake_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers' connections would take all files that the process may open."""
     assert 1000 <= rpc.HANDSHAKE_MS <= 10_000  # ZMQ keeps them forever with 0.
-    monkeypatch.setattr("ascend_platform.transfer.rpc.HANDSHAKE_MS", 200)
+    monkeypatch.setattr("ascend_transfer.rpc.HANDSHAKE_MS", 200)
     server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", keys=OURS)
     with socket.create_connection(("127.0.0.1", server.port), 20) as stranger:
         while stranger.recv(64):  # ZMQ's greeting, and then the end

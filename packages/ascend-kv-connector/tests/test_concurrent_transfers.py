@@ -12,9 +12,9 @@ import zmq
 from ascend_kv_connector.p2p.peers import MAX_IDLE_THREADS, CircuitBreaker
 from ascend_kv_connector.p2p.protocol import CODEC, Owner
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.memory import MAX_QUARANTINED
-from ascend_platform.transfer.rpc import RpcServer
+from ascend_transfer.errors import TransferError
+from ascend_transfer.memory import MAX_QUARANTINED
+from ascend_transfer.rpc import RpcServer
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import Prompt
 

@@ -13,7 +13,7 @@ import torch
 from ascend_kv_connector.p2p.protocol import Locate, Refused
 from ascend_kv_connector.p2p.runs import Placement, plan_runs
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_platform.transfer.engine import Runs
+from ascend_transfer.engine import Runs
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import wait_for
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from ascend_kv_connector import doctor
-from ascend_platform.transfer.auth import CurveKeys
+from ascend_transfer.auth import CurveKeys
 from harness.engines.ports import free_port
 
 

@@ -15,7 +15,7 @@ from ascend_kv_connector.p2p.consumer.fetcher import Fetcher
 from ascend_kv_connector.p2p.consumer.push_stop import PushStop
 from ascend_kv_connector.p2p.protocol import Release
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import Prompt, wait_for
 

@@ -16,7 +16,7 @@ from ascend_kv_connector.p2p.protocol import Ack, PrefillCancelled, PrefillStart
 from ascend_kv_connector.p2p.scheduler import metaserver
 from ascend_kv_connector.p2p.scheduler.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 

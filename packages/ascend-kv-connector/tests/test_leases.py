@@ -15,8 +15,8 @@ from ascend_kv_connector.p2p.producer.leases import (
 )
 from ascend_kv_connector.p2p.producer.send_buffers import SendBuffers
 from ascend_kv_connector.p2p.protocol import Ack, Fetch, Owner, Refused
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
+from ascend_transfer.errors import TransferError
+from ascend_transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
 
 
 class Clock:

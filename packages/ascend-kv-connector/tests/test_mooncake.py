@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.engine import Runs
+from ascend_transfer.errors import TransferError
 
 pytest.importorskip(
     "mooncake.engine",
@@ -29,8 +29,8 @@ pytest.importorskip(
     reason="Mooncake lacks a library: apt-get install libibverbs1",
 )
 
-from ascend_platform.transfer import mooncake
-from ascend_platform.transfer.mooncake import MooncakeEngine, SharedEngine
+from ascend_transfer import mooncake
+from ascend_transfer.mooncake import MooncakeEngine, SharedEngine
 
 
 class Loopback:
@@ -198,8 +198,8 @@ def test_process_has_one_engine_and_memory_has_several_users() -> None:
 
 IPV6 = """
 import torch
-from ascend_platform.transfer.mooncake import MooncakeEngine
-from ascend_platform.transfer.engine import Runs
+from ascend_transfer.mooncake import MooncakeEngine
+from ascend_transfer.engine import Runs
 
 one, other = (MooncakeEngine("::1", "tcp", None, range(20000, 20300)) for _ in range(2))
 sent, received = torch.arange(1 << 16, dtype=torch.int32), torch.zeros(1 << 16, dtype=torch.int32)

@@ -16,8 +16,8 @@ from ascend_kv_connector.p2p.producer.producer import Producer
 from ascend_kv_connector.p2p.producer.pusher import Job, PushJobs
 from ascend_kv_connector.p2p.protocol import Owner, Push, Pushed, Refused
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.query_queue import BusyError
+from ascend_transfer.errors import TransferError
+from ascend_transfer.query_queue import BusyError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 
 LAYOUTS: dict[str, tuple[dict, dict]] = {

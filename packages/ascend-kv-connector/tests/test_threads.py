@@ -14,7 +14,7 @@ from ascend_kv_connector.p2p.producer.leases import PrefillProgress
 from ascend_kv_connector.p2p.transfers import Done, Transfer
 from ascend_kv_connector.p2p.worker import P2PWorker
 from ascend_platform import extension
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 from harness.kv.prompts import Prompt, wait_for
 
 

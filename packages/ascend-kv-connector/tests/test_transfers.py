@@ -11,7 +11,7 @@ from ascend_kv_connector.p2p.paged_cache import Heads, plan_fetches
 from ascend_kv_connector.p2p.protocol import VERSION, Handshake
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_kv_connector.p2p.worker import P2PWorker
-from ascend_platform.transfer.memory import allocate_buffer
+from ascend_transfer.memory import allocate_buffer
 from harness.kv.memory_transport import InMemoryNetwork
 
 LATENT = {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1, "chunk_bytes": 9000}

@@ -18,9 +18,9 @@ from ascend_model_loader import transports, wire
 from ascend_model_loader.chunks import CHECKSUMS
 from ascend_model_loader.options import Options
 from ascend_platform.plugins import slots
-from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.mooncake import MooncakeEngine
+from ascend_transfer.engine import Runs
+from ascend_transfer.errors import TransferError
+from ascend_transfer.mooncake import MooncakeEngine
 from harness.engines import npus
 from harness.weights.peers import SECRET, as_bytes, room, weights
 

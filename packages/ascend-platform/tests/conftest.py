@@ -2,37 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fixtures of several test files."""
 
-import json
-import logging
-
 import pytest
-from ascend_platform import extension, host
-from harness.models import small as small_models
+from ascend_platform import host
 from harness.project.distributions import write_cuda_torch
-
-
-@pytest.fixture
-def log_lines():
-    """(level, message) of what is logged, at the logger itself: "vllm" has a handler of its own and
-    does not always propagate."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
-    extension.logger.addHandler(handler)
-    extension.logger.setLevel("INFO")
-    yield records
-    extension.logger.removeHandler(handler)
-
-
-@pytest.fixture
-def model(tmp_path):
-    """Writes the configuration of a tiny model with these changes; returns its directory."""
-
-    def write(**changes):
-        tmp_path.joinpath("config.json").write_text(json.dumps(small_models.TINY | changes))
-        return str(tmp_path)
-
-    return write
 
 
 @pytest.fixture

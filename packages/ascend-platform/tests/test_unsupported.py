@@ -14,11 +14,12 @@ from ascend_platform.config import (
     runners,
     unsupported,
 )
-from ascend_platform.plugins import slots
+from ascend_platform.plugins import registry, slots
 from ascend_platform.state_layers import features as state_features
 from harness.engines.configuration import engine_config
 from vllm import envs
 from vllm.config import CUDAGraphMode
+from vllm.plugins import load_general_plugins
 
 
 def row(name: str) -> features.Feature:
@@ -61,6 +62,25 @@ def row(name: str) -> features.Feature:
 def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
     with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
         engine_config(model(), **arguments)
+
+
+@pytest.mark.parametrize("method", ["ascend", "fp8"])
+def test_quantized_models_without_the_wheel_are_refused(model, monkeypatch, tmp_path, method):
+    load_general_plugins()
+    monkeypatch.delitem(slots._offers, "quantization")
+    monkeypatch.delitem(registry._statuses, "ascend-quantization")
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend")
+    path = model(quantization_config={"quant_method": "fp8"}) if method == "fp8" else model()
+    if method == "ascend":
+        (tmp_path / "quant_model_description.json").write_text("{}")
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"the model is quantized \({method}\), which needs ascend-quantization, which is off"
+            r" \(filtered out by VLLM_PLUGINS\); fix: export VLLM_PLUGINS=ascend,ascend_quant"
+        ),
+    ):
+        engine_config(path)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ from uuid import uuid4
 import torch
 import zmq
 from ascend_platform import extension
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import Settled, TransferError, at_once, never, one_line
-from ascend_platform.transfer.rpc import RpcClient, RpcServer
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.engine import Runs
+from ascend_transfer.errors import Settled, TransferError, at_once, never, one_line
+from ascend_transfer.rpc import RpcClient, RpcServer
 
 from ascend_communicator.hccl_sender import (
     CODEC,
@@ -63,7 +63,7 @@ process."""
 
 
 class HcclEngine:
-    """See :class:`~ascend_platform.transfer.engine.Engine`; buffers are on the NPU."""
+    """See :class:`~ascend_transfer.engine.Engine`; buffers are on the NPU."""
 
     name = "hccl"
     on_device = True

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 import torch
-from ascend_platform.transfer.errors import TransferError, one_line
-from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
+from ascend_transfer.errors import TransferError, one_line
+from ascend_transfer.messages import Ack, Codec, Message, Refused
 
 POLL_SECONDS = 0.05
 """Interval of checks that the peer is alive while HCCL sends or receives."""

@@ -29,13 +29,14 @@ def register() -> None:
     than once.
     """
     extension.join(
-        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.8"
+        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.9"
     )
 
 
 def _offer() -> None:
     for name, path in CONNECTORS.items():
         extension.offer(f"kv_connector.{name}", path)
+    extension.offer("checkpoint.note", "ascend_transfer.checkpoint.note_files")
     extension.offer("worker.awake.kv_connector", "ascend_kv_connector.set_awake")
     if "vllm" not in sys.modules:
         # This lists the components outside of vLLM; vLLM itself is imported before its plugins are

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from ascend_platform import extension
-from ascend_platform.transfer import secret
-from ascend_platform.transfer.auth import is_loopback
+from ascend_transfer import secret
+from ascend_transfer.auth import is_loopback
 
 SECRET_ENV = "VLLM_ASCEND_KV_SECRET"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from ascend_platform import extension
-from ascend_platform.transfer import engine
-from ascend_platform.transfer.mooncake import PORTS_OF_RANK
+from ascend_transfer import engine
+from ascend_transfer.mooncake import PORTS_OF_RANK
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,

@@ -12,7 +12,7 @@ from contextlib import suppress
 from time import monotonic
 
 from ascend_platform.extension import RefusedError
-from ascend_platform.transfer.auth import is_loopback
+from ascend_transfer.auth import is_loopback
 
 SECONDS = 10.0
 
@@ -49,9 +49,9 @@ def check(options: argparse.Namespace) -> Iterator[Finding]:
 def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     """Connection, secret, protocol version and data port of a rank."""
     import zmq
-    from ascend_platform.transfer.auth import CurveKeys
-    from ascend_platform.transfer.errors import TransferError, printable
-    from ascend_platform.transfer.rpc import RpcClient, make_context
+    from ascend_transfer.auth import CurveKeys
+    from ascend_transfer.errors import TransferError, printable
+    from ascend_transfer.rpc import RpcClient, make_context
 
     from ascend_kv_connector.p2p import protocol
     from ascend_kv_connector.p2p.protocol import CacheInfo, Handshake

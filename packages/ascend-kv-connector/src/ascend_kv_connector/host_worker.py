@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from ascend_platform import extension
-from ascend_platform.transfer.errors import one_line
+from ascend_transfer.errors import one_line
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 

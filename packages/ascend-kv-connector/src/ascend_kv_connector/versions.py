@@ -20,8 +20,7 @@ from functools import partial
 from typing import Any
 
 from ascend_platform import extension
-from ascend_platform.transfer import replacements
-from ascend_platform.transfer.checkpoint import adapter_files, adapter_fingerprint
+from ascend_transfer.checkpoint import adapter_files, adapter_fingerprint
 from vllm.v1.request import RequestStatus
 
 Files = tuple[tuple[str, int, int], ...]
@@ -213,7 +212,9 @@ def of_engine(vllm_config: Any) -> Versions:
     Raises:
         RefusedError: vLLM's engine core is not one that is supported.
     """
-    known = (each for each in replacements.listeners(vllm_config) if isinstance(each, Versions))
+    known = (
+        each for each in extension.replacement_listeners(vllm_config) if isinstance(each, Versions)
+    )
     if (versions := next(known, None)) is None:
-        replacements.listen(vllm_config, versions := Versions())
+        extension.listen_for_replacements(vllm_config, versions := Versions())
     return versions

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 
 from ascend_platform import extension
-from ascend_platform.transfer.checkpoint import weights_fingerprint
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.checkpoint import weights_fingerprint
+from ascend_transfer.errors import printable
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 

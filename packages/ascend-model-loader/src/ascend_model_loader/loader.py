@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ascend_platform import extension
-from ascend_platform.transfer.checkpoint import loaded_fingerprint, note_files
+from ascend_transfer.checkpoint import loaded_fingerprint, note_files
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ascend_platform import extension
-from ascend_platform.transfer import secret
+from ascend_transfer import secret
 
 WHERE = "--model-loader-extra-config"
 SECRET_ENV = "VLLM_ASCEND_WEIGHTS_SECRET"

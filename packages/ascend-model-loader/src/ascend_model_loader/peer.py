@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.errors import printable
 
 from ascend_model_loader import transports, wire
 from ascend_model_loader.chunks import (

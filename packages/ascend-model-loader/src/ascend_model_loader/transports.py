@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 from ascend_platform import extension
-from ascend_platform.transfer import engine as engines
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.engine import Engine, Runs
-from ascend_platform.transfer.errors import TransferError, printable
-from ascend_platform.transfer.memory import allocate_buffer
+from ascend_transfer import engine as engines
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.engine import Engine, Runs
+from ascend_transfer.errors import TransferError, printable
+from ascend_transfer.memory import allocate_buffer
 
 from ascend_model_loader import wire
 from ascend_model_loader.chunks import CHUNK_BYTES, host_bytes, staging_buffer

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.errors import printable
 
 MAGIC = b"AWP1"
 PREFIX = struct.Struct("!4sIQ")

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from ascend_platform import options
 from ascend_platform.attention import mla_prolog, selector
-from ascend_platform.config import allocator, collectives, model_runner
+from ascend_platform.config import allocator, collectives, kv_connectors, model_runner
 from ascend_platform.logger import logger
 from ascend_platform.observability import metrics
 from ascend_platform.plugins import installed, registry
 from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 from ascend_platform.process import ray, scopes, sockets, startup
 from ascend_platform.state_layers import gated_delta
-from ascend_platform.transfer import checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,9 +33,8 @@ def prepare(vllm_config: VllmConfig) -> None:
         ray.prepare(parallel)
     if "platform" in scopes.scopes_here():  # Once: engines prepare their processes too.
         _warn(vllm_config)
-    if vllm_config.kv_transfer_config is not None and vllm_config.model_config is not None:
-        # For the scheduler, whose process may load no weights.
-        checkpoint.note_files(vllm_config.model_config)
+    # For the scheduler, whose process may load no weights.
+    kv_connectors.note_checkpoint(vllm_config)
     metrics.offer(vllm_config)
     activate(vllm_config)
 

@@ -13,10 +13,10 @@ The names in ``__all__`` are the interface, of version :data:`API_VERSION`.
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ascend_platform import installation
 from ascend_platform.attention.base import (
@@ -35,32 +35,53 @@ from ascend_platform.attention.length_bounds import (
     draft_length_bounds,
     host_lengths,
 )
+from ascend_platform.chips import FAMILIES as CHIP_FAMILIES
 from ascend_platform.chips import Chip, chip
 from ascend_platform.errors import RefusedError, did_you_mean
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
+from ascend_platform.host import chip_family
 from ascend_platform.logger import logger
-from ascend_platform.ops.formats import to_nz
-from ascend_platform.options import Range, config, option, rope_order
+from ascend_platform.ops.formats import is_nz, to_nz
+from ascend_platform.options import Range, config, option, platform_options, rope_order
 from ascend_platform.options import parse as parse_options
 from ascend_platform.overrides import guard, table
 from ascend_platform.overrides.table import Override, optional_rows
 from ascend_platform.plugins import requirements
 from ascend_platform.plugins.plugin_filter import allowed
-from ascend_platform.plugins.registry import API_VERSION, join, state
+from ascend_platform.plugins.registry import API_VERSION, join, state, with_state
 from ascend_platform.plugins.requirements import version
 from ascend_platform.plugins.slots import offer, offered
+from ascend_platform.process.replacements import listen as listen_for_replacements
+from ascend_platform.process.replacements import listeners as replacement_listeners
 from ascend_platform.protocols import Diagnostics, Experts
+
+if TYPE_CHECKING:
+    from ascend_platform.attention.mla_prolog import is_used as uses_mla_prolog
+    from ascend_platform.ops.activation import LEAST_QUANTIZED
+    from ascend_platform.ops.layernorm import BiasedNorm
+    from ascend_platform.ops.moe.experts import NPUExperts, NPUFusedMoEMethod
+    from ascend_platform.ops.moe.grouped import group_list_type, grouped_matmul, with_adapters
+    from ascend_platform.ops.norm_quant import quantized_rows
+    from ascend_platform.ops.norm_quant import takes_rows as takes_int8_rows
+    from ascend_platform.state_layers.kernels.packed import decode as decode_states
+    from ascend_platform.state_layers.kernels.packed import slabs as state_slabs
+    from ascend_platform.state_layers.kernels.packed import unit_lower_inverse
 
 __all__ = [
     "API_VERSION",
+    "CHIP_FAMILIES",
+    "LEAST_QUANTIZED",
     "AttentionBackendBase",
     "AttentionFeature",
     "AttentionImplBase",
+    "BiasedNorm",
     "Chip",
     "Diagnostics",
     "Experts",
     "GatedDeltaInputs",
     "LatentAttentionImplBase",
+    "NPUExperts",
+    "NPUFusedMoEMethod",
     "Override",
     "Range",
     "RefusedError",
@@ -69,6 +90,7 @@ __all__ = [
     "cache_parts",
     "check_overrides",
     "chip",
+    "chip_family",
     "config",
     "decode_states",
     "deferred_host_lengths",
@@ -77,12 +99,16 @@ __all__ = [
     "drift",
     "fingerprint",
     "graph_task",
+    "group_list_type",
+    "grouped_matmul",
     "host_lengths",
     "install_overrides",
     "installation",
     "int8_rows",
     "is_captured",
+    "is_nz",
     "join",
+    "listen_for_replacements",
     "logger",
     "module_source",
     "offer",
@@ -91,6 +117,9 @@ __all__ = [
     "optional_rows",
     "overrides",
     "parse_options",
+    "platform_options",
+    "quantized_rows",
+    "replacement_listeners",
     "rope_order",
     "state",
     "state_slabs",
@@ -102,13 +131,36 @@ __all__ = [
     "unmet",
     "uses_mla_prolog",
     "version",
+    "with_adapters",
+    "with_state",
 ]
 
 _RENAMED = {"DenseBackend": "AttentionBackendBase", "DenseImpl": "AttentionImplBase"}
 """Deprecated names of this interface, and what they are called now."""
 
 
+_LAZY = {
+    "LEAST_QUANTIZED": "ops.activation:LEAST_QUANTIZED",
+    "BiasedNorm": "ops.layernorm:BiasedNorm",
+    "NPUExperts": "ops.moe.experts:NPUExperts",
+    "NPUFusedMoEMethod": "ops.moe.experts:NPUFusedMoEMethod",
+    "decode_states": "state_layers.kernels.packed:decode",
+    "group_list_type": "ops.moe.grouped:group_list_type",
+    "grouped_matmul": "ops.moe.grouped:grouped_matmul",
+    "quantized_rows": "ops.norm_quant:quantized_rows",
+    "state_slabs": "state_layers.kernels.packed:slabs",
+    "takes_int8_rows": "ops.norm_quant:takes_rows",
+    "unit_lower_inverse": "state_layers.kernels.packed:unit_lower_inverse",
+    "uses_mla_prolog": "attention.mla_prolog:is_used",
+    "with_adapters": "ops.moe.grouped:with_adapters",
+}
+"""Names of this interface whose modules import torch or vLLM, and are imported when they are read."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        module, _, attribute = _LAZY[name].partition(":")
+        return getattr(importlib.import_module(f"ascend_platform.{module}"), attribute)
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(
@@ -123,22 +175,6 @@ def unmet(distribution: str) -> str:
     return str(requirements.unmet(distribution) or "")
 
 
-def uses_mla_prolog(vllm_config: Any) -> bool:
-    """Whether layers with latent attention compute what precedes the attention of a decode by
-    npu_mla_prolog_v3."""
-    from ascend_platform.attention import mla_prolog
-
-    return mla_prolog.is_used(vllm_config)
-
-
-def takes_int8_rows(layer: Any) -> bool:
-    """Whether a linear layer multiplies int8 rows with a scale each by int8 weights: ``weight``
-    ``[in, out]``, ``weight_scale`` float32 ``[out]``."""
-    from ascend_platform.ops import norm_quant
-
-    return norm_quant.takes_rows(layer)
-
-
 def int8_rows(x: Any) -> tuple[Any, Any]:
     """Rows ``[tokens, in]`` in int8 and their scales, float32 ``[tokens]``: those of the norm that
     computed x, if it was fused with the quantization."""
@@ -146,54 +182,7 @@ def int8_rows(x: Any) -> tuple[Any, Any]:
 
     from ascend_platform.ops import norm_quant
 
-    return norm_quant.rows_of(x) or torch_npu.npu_dynamic_quant(x)
-
-
-def state_slabs(query_start_loc: Any, tokens: int) -> Iterator[Any]:
-    """Chunks of 64 tokens of packed sequences, 16 of them at a time, for the prefill of a layer with
-    states.
-
-    Args:
-        query_start_loc: ``[requests + 1]``, the first token of each request.
-        tokens: of all requests.
-
-    Yields:
-        An object with ``heads(x)``, which turns rows ``[tokens, heads, size]`` into
-        ``[chunks, heads, 64, size]`` in float32, 0 where there is no token; ``write(output, rows)``,
-        which does the opposite for ``[tokens + 1, heads, size]``; and ``scan``, which computes the
-        chunks of a delta rule one after the other
-        (``ascend_platform/state_layers/kernels/packed.py``).
-    """
-    from ascend_platform.state_layers.kernels import packed
-
-    return packed.slabs(query_start_loc, tokens)
-
-
-def decode_states(
-    states: Any,
-    read: Any,
-    write: Any,
-    query_start_loc: Any,
-    num_accepted_tokens: Any,
-    output: Any,
-    step: Callable[[Any, Any], tuple[Any, Any]],
-) -> None:
-    """Compute the token of each request, or its token and draft tokens, of a layer with states.
-
-    Args:
-        states: ``[blocks, ...]``, written; block 0 is no request's and keeps what it has.
-        read: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
-        write: as ``read``.
-        query_start_loc: ``[requests + 1]``; None for a token each.
-        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
-            1; or None.
-        output: ``[tokens, ...]``, written; rows of no request are undefined.
-        step: takes states ``[requests, ...]`` in float32 and the requests' tokens, and returns the
-            new states and the output.
-    """
-    from ascend_platform.state_layers.kernels import packed
-
-    packed.decode(states, read, write, query_start_loc, num_accepted_tokens, output, step)
+    return norm_quant.quantized_rows(x) or torch_npu.npu_dynamic_quant(x)
 
 
 def torch_on_npu() -> Any:
@@ -202,14 +191,6 @@ def torch_on_npu() -> Any:
     from ascend_platform.worker import torch_npu_view
 
     return torch_npu_view.torch_on_npu
-
-
-def unit_lower_inverse(strict: Any) -> Any:
-    """The inverse of 1 + the part of a matrix below its diagonal, ``[..., n, n]``, n a power of 2,
-    without an operator of its own and without powers of the matrix, which would cancel."""
-    from ascend_platform.state_layers.kernels import packed
-
-    return packed.unit_lower_inverse(strict)
 
 
 def overrides(tree: Path | None = None) -> list[dict[str, str]]:

@@ -9,7 +9,11 @@ unless its description says it.
 
 from __future__ import annotations
 
+from packaging.version import Version
+
 from ascend_platform import plugins
+from ascend_platform.config.quantization import METHODS as QUANTIZATION_METHODS
+from ascend_platform.config.quantization import SCHEME_BITS
 from ascend_platform.errors import Problem
 from ascend_platform.host import (
     DRIVER,
@@ -32,7 +36,7 @@ from ascend_platform.host import chip as chip_name
 from ascend_platform.options import UnknownKeyError
 from ascend_platform.options import configure as configure_options
 from ascend_platform.options import rows as option_rows
-from ascend_platform.plugins import COMPONENTS, NOT_ACTIVATED, VARIABLES
+from ascend_platform.plugins import COMPONENTS, NOT_ACTIVATED, VARIABLES, requirements
 from ascend_platform.plugins.builds import (
     cuda_extensions,
     cuda_torch,
@@ -56,8 +60,6 @@ from ascend_platform.plugins.requirements import (
     upgrade_command,
 )
 from ascend_platform.process.sockets import is_private
-from ascend_platform.quantization.common import METHODS as QUANTIZATION_METHODS
-from ascend_platform.quantization.common import SCHEME_BITS
 
 __all__ = [
     "BUILT_FOR_TORCH",
@@ -100,6 +102,7 @@ __all__ = [
     "plugin_names",
     "required_by_platform",
     "reuses_streams",
+    "runners",
     "status",
     "through_torch_npu",
     "timeouts",
@@ -116,6 +119,18 @@ def not_activated() -> str | None:
     """Why this process has not activated the platform; "" if it has, None before the first call of
     ``ascend_platform.register``."""
     return plugins.not_activated
+
+
+def runners() -> list[str]:
+    """The model runners that engines with the installed vLLM may have, ``v1`` and ``v2``."""
+    from ascend_platform.config import runners
+    from ascend_platform.overrides import table
+
+    served = {
+        "v1": runners.has_v1(),
+        "v2": Version(requirements.version("vllm")) >= Version(table.V2_SINCE),
+    }
+    return [name for name, is_served in served.items() if is_served]
 
 
 def timeouts() -> dict[str, int]:

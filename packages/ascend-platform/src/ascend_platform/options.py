@@ -290,6 +290,11 @@ def configure(additional_config: object) -> None:
         configured(dict(vars(found[name])))
 
 
+def platform_options(vllm_config: Any = None) -> Platform:
+    """The options of the platform itself, as :func:`of`."""
+    return of(Platform, vllm_config)
+
+
 def rope_order(vllm_config: Any) -> str:
     """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in
     the model, or ``halves``.

@@ -10,9 +10,9 @@ import torch
 from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from ascend_platform import activation, host, quantization
+from ascend_platform import activation, host
 from ascend_platform.attention import selector
-from ascend_platform.config import architectures, resolve, unsupported
+from ascend_platform.config import architectures, quantization, resolve, unsupported
 from ascend_platform.errors import RefusedError
 from ascend_platform.overrides import guard
 from ascend_platform.plugins import VARIABLES, slots

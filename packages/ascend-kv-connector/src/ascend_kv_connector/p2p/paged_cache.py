@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy
 import torch
-from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import TransferError, printable
+from ascend_transfer.engine import Engine
+from ascend_transfer.errors import TransferError, printable
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.protocol import CacheInfo, CacheRegion

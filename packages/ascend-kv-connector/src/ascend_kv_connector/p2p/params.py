@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ascend_platform.transfer.errors import printable
-from ascend_platform.transfer.rpc import MAX_PORT
+from ascend_transfer.errors import printable
+from ascend_transfer.rpc import MAX_PORT
 
 from ascend_kv_connector.p2p.protocol import MAX_NAME, MAX_RANKS
 from ascend_kv_connector.p2p.transfers import Source

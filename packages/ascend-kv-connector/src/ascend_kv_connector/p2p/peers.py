@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 
 Work = TypeVar("Work")
 WorkOfWorker = TypeVar("WorkOfWorker", contravariant=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 import msgspec
-from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
+from ascend_transfer.messages import Ack, Codec, Message, Refused
 
 VERSION = 5
 """Protocol version; both instances must have the same."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ascend_platform.transfer.auth import CurveKeys
+from ascend_transfer.auth import CurveKeys
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy
-from ascend_platform.transfer.engine import Runs
+from ascend_transfer.engine import Runs
 
 Ints = numpy.ndarray
 

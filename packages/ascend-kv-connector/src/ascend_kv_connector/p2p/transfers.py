@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
-from ascend_platform.transfer.errors import Kind, Settled, TransferError, never, printable
+from ascend_transfer.errors import Kind, Settled, TransferError, never, printable
 
 Phase = Literal["queue", "connect", "wait", "read", "unpack"]
 """In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them;

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ascend_platform.transfer.auth import is_loopback
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.auth import is_loopback
+from ascend_transfer.errors import printable
 from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector.auth import read_secret

@@ -15,10 +15,10 @@ from typing import Any
 from uuid import uuid4
 
 from ascend_platform import extension
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.checkpoint import loaded_fingerprint
-from ascend_platform.transfer.engine import Engine, make_engine
-from ascend_platform.transfer.errors import TransferError, printable
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.checkpoint import loaded_fingerprint
+from ascend_transfer.engine import Engine, make_engine
+from ascend_transfer.errors import TransferError, printable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any
 
-from ascend_platform.transfer.checkpoint import loaded_fingerprint
+from ascend_transfer.checkpoint import loaded_fingerprint
 
 HOST_SPECIFIC_KEYS = {"_name_or_path", "transformers_version"}
 """Keys of a model's configuration that may differ between machines."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_platform import extension
-from ascend_platform.transfer import mooncake
-from ascend_platform.transfer.secret import read_file
+from ascend_transfer import mooncake
+from ascend_transfer.secret import read_file
 
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier, TierOptions

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
@@ -92,6 +94,14 @@ def check(vllm_config: VllmConfig) -> None:
             )
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
+
+
+def note_checkpoint(vllm_config: VllmConfig) -> None:
+    """Before weights are loaded for a connector, call the function offered for ``checkpoint.note``
+    with the configuration of the model."""
+    path = slots.offered("checkpoint.note")
+    if path and vllm_config.kv_transfer_config is not None and vllm_config.model_config is not None:
+        resolve_obj_by_qualname(path)(vllm_config.model_config)
 
 
 def _module(name: str | None, module: str | None) -> str | None:

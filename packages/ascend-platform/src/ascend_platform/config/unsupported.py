@@ -17,6 +17,7 @@ from ascend_platform.config import (
     kv_connectors,
     main_module,
     model_runner,
+    quantization,
     runners,
 )
 from ascend_platform.config.features import Feature
@@ -53,6 +54,8 @@ def check(vllm_config: VllmConfig) -> None:
     for module in features.modules():
         if check_more := getattr(module, "check", None):
             check_more(vllm_config)
+    if formats := quantization.formats():
+        formats.check_weights(model)
     if parallel.distributed_executor_backend != "external_launcher":
         sockets.check_directory()
     check_communicator(vllm_config)

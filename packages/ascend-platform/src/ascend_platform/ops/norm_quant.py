@@ -105,7 +105,7 @@ def quantized(
     return rows
 
 
-def rows_of(x: torch.Tensor) -> Rows | None:
+def quantized_rows(x: torch.Tensor) -> Rows | None:
     """The quantized rows of a norm's or activation's result; None of another tensor."""
     return x.__dict__["rows"] if type(x) is QuantizedRows else None
 
@@ -134,7 +134,9 @@ def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
 
 
 def takes_rows(reader: Any) -> bool:
-    """Whether a layer multiplies int8 rows, in a checkpoint of ModelSlim or compressed-tensors."""
+    """Whether a linear layer, of a checkpoint of ModelSlim or compressed-tensors, multiplies int8
+    rows with a scale each by int8 weights: ``weight`` ``[in, out]``, ``weight_scale`` float32
+    ``[out]``."""
     kernel = getattr(getattr(reader, "scheme", None), "kernel", None)
     method = kernel or getattr(reader, "quant_method", None)
     return getattr(getattr(method, "scheme", None), "takes_rows", False)

@@ -14,6 +14,7 @@ COMPONENTS = {
     "ascend-model-loader": "ascend_model_loader",
     "ascend-models": "ascend_models",
     "ascend-patches": "ascend_patches",
+    "ascend-quantization": "ascend_quantization",
 }
 """Distribution name to entry-point name, in the order of the summary line. VLLM_PLUGINS filters by
 entry-point name."""

@@ -15,7 +15,7 @@ from ascend_platform.logger import logger
 from ascend_platform.plugins import COMPONENTS, requirements
 from ascend_platform.plugins.plugin_filter import PluginFilter
 
-API_VERSION = "1.8"
+API_VERSION = "1.9"
 """Version of ``ascend_platform.extension``: additions raise the second number, all other changes
 the first."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from ascend_platform.transfer import replacements
+from ascend_platform.process import replacements
 
 _collective_rpc, _add_lora = EngineCore.collective_rpc, EngineCore.add_lora
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Features of the worker that are not supported."""
+"""Features of the worker and of profiling that are not supported."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def _other_sleep(config: VllmConfig) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in used)
 
 
+def _other_profiler(config: VllmConfig) -> str:
+    profiler = config.profiler_config.profiler
+    return "" if profiler in (None, "torch") else profiler
+
+
 FEATURES = (
     Feature("encoder-cache connectors other than ECExampleConnector", _other_encoder_cache),
     Feature("weight offloading", _offloads_weights),
@@ -48,4 +53,10 @@ FEATURES = (
         "weight transfer of CUDA devices (hccl is ascend-communicator's)", _other_weight_transfer
     ),
     Feature("sleep options of other devices", _other_sleep, of_model=True),
+    Feature(
+        "--enable-layerwise-nvtx-tracing, for NVIDIA's profiler (--profiler-config '{\"profiler\":"
+        ' "torch"}\' traces operators)',
+        lambda config: config.observability_config.enable_layerwise_nvtx_tracing,
+    ),
+    Feature("profilers other than torch", _other_profiler),
 )

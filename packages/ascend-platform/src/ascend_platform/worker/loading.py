@@ -22,7 +22,7 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
-from ascend_platform.transfer import replacements
+from ascend_platform.process import replacements
 from ascend_platform.worker import rotary_tables
 
 FOR_ALL_MODELS = ("ops.moe.router", "ops.shared_experts", "ops.tensor_parallel", "worker.eplb")

@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
-from ascend_platform.config import allocator, architectures, compilation, runners
+from ascend_platform.config import allocator, architectures, compilation, kv_connectors, runners
 from ascend_platform.errors import RefusedError
 from ascend_platform.graph import capture_sizes
 from ascend_platform.logger import logger
@@ -35,9 +35,7 @@ from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
-from ascend_platform.process import sockets, watchdog
-from ascend_platform.transfer import replacements
-from ascend_platform.transfer.checkpoint import note_files
+from ascend_platform.process import replacements, sockets, watchdog
 from ascend_platform.worker import cores, process_groups, sleep_mode
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
@@ -155,8 +153,7 @@ class NPUWorker(Worker):
                 register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
         if self.parallel_config.use_sequence_parallel_moe:
             guard.install("common", "ops.sequence_parallel")
-        if self.vllm_config.kv_transfer_config is not None:
-            note_files(self.model_config)
+        kv_connectors.note_checkpoint(self.vllm_config)
         super().load_model(**options)
 
     def update_weights(self, update_info: Any) -> None:

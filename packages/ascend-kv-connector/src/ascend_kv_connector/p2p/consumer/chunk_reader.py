@@ -10,9 +10,9 @@ from dataclasses import replace
 from time import monotonic
 
 import msgspec
-from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.rpc import RpcClient
+from ascend_transfer.engine import Runs
+from ascend_transfer.errors import TransferError
+from ascend_transfer.rpc import RpcClient
 
 from ascend_kv_connector.p2p.consumer.connections import LANE_SECONDS, Connections, Part
 from ascend_kv_connector.p2p.consumer.receiving import Receiving

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from ascend_platform.transfer.errors import TransferError, printable
-from ascend_platform.transfer.rpc import ClientPool, RpcClient
+from ascend_transfer.errors import TransferError, printable
+from ascend_transfer.rpc import ClientPool, RpcClient
 
 from ascend_kv_connector.p2p import protocol
 from ascend_kv_connector.p2p.consumer.view import ConsumerView

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from ascend_platform.extension import logger
-from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import TransferError, printable
-from ascend_platform.transfer.memory import ReceiveBuffers, allocate_buffer
-from ascend_platform.transfer.rpc import RpcServer, make_context
+from ascend_transfer.engine import Engine
+from ascend_transfer.errors import TransferError, printable
+from ascend_transfer.memory import ReceiveBuffers, allocate_buffer
+from ascend_transfer.rpc import RpcServer, make_context
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.bounded import BoundedDict, EarlyMessages

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 
 from ascend_kv_connector.p2p.consumer.connections import Connections, Part
 from ascend_kv_connector.p2p.consumer.receiving import Receiving

@@ -7,8 +7,8 @@ from __future__ import annotations
 from contextlib import suppress
 from time import monotonic
 
-from ascend_platform.transfer.errors import TransferError, printable
-from ascend_platform.transfer.rpc import NotYetError
+from ascend_transfer.errors import TransferError, printable
+from ascend_transfer.rpc import NotYetError
 
 from ascend_kv_connector.p2p.consumer.chunk_reader import ChunkReader
 from ascend_kv_connector.p2p.consumer.connections import Connections, Notice, Part

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from time import monotonic
 
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.rpc import ClientPool
+from ascend_transfer.errors import TransferError
+from ascend_transfer.rpc import ClientPool
 
 from ascend_kv_connector.p2p.consumer.push_stop import PushStop
 from ascend_kv_connector.p2p.consumer.view import ConsumerView

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.rpc import ClientPool
+from ascend_transfer.errors import TransferError
+from ascend_transfer.rpc import ClientPool
 
 from ascend_kv_connector.p2p.protocol import VERSION, Handshake, Refused, Release
 from ascend_kv_connector.p2p.transfers import Source

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from time import monotonic
 
 import torch
-from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import TransferError, never
+from ascend_transfer.engine import Runs
+from ascend_transfer.errors import TransferError, never
 
 from ascend_kv_connector.p2p.consumer.connections import Part
 from ascend_kv_connector.p2p.consumer.view import ConsumerView

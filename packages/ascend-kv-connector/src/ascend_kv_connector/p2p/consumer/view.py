@@ -7,8 +7,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.memory import ReceiveBuffers
+from ascend_transfer.engine import Engine
+from ascend_transfer.memory import ReceiveBuffers
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.consumer.push_stop import PushStop

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
-from ascend_platform.transfer.errors import TransferError
+from ascend_transfer.errors import TransferError
 
 from ascend_kv_connector.p2p.bounded import BoundedDict
 

@@ -9,9 +9,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from ascend_platform import extension
-from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.errors import TransferError, printable
-from ascend_platform.transfer.rpc import ClientPool, make_context
+from ascend_transfer.auth import CurveKeys
+from ascend_transfer.errors import TransferError, printable
+from ascend_transfer.rpc import ClientPool, make_context
 
 from ascend_kv_connector.p2p.peers import PeerQueues
 from ascend_kv_connector.p2p.protocol import CODEC, PrefillCancelled, PrefillStarted

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.memory import allocate_buffer
-from ascend_platform.transfer.query_queue import BusyError, QueryQueue
-from ascend_platform.transfer.rpc import RpcServer
+from ascend_transfer.engine import Engine
+from ascend_transfer.errors import TransferError
+from ascend_transfer.memory import allocate_buffer
+from ascend_transfer.query_queue import BusyError, QueryQueue
+from ascend_transfer.rpc import RpcServer
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p import protocol

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, Protocol
 
-from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
-from ascend_platform.transfer.query_queue import BusyError
+from ascend_transfer.engine import Engine
+from ascend_transfer.errors import Settled, TransferError, at_once, never
+from ascend_transfer.query_queue import BusyError
 
 from ascend_kv_connector.p2p.paged_cache import PagedCache
 from ascend_kv_connector.p2p.producer.leases import Lease, NotReadyError

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from ascend_platform import extension
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.errors import printable
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.p2p.bounded import BoundedDict

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.errors import printable
 
 ANSWER_BYTES = 200
 """Bytes of a router's answer that are logged."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 from ascend_platform import extension
-from ascend_platform.transfer.errors import printable
+from ascend_transfer.errors import printable
 from vllm.v1.request import RequestStatus
 
 from ascend_kv_connector.config import Options

@@ -83,11 +83,11 @@ def grouped_matmul(
     for name, value in options.items():
         if isinstance(value, torch.Tensor):
             options[name] = [value]
-    groups = {"group_type": 0, "group_list": counts, "group_list_type": list_type(counts)}
+    groups = {"group_type": 0, "group_list": counts, "group_list_type": group_list_type(counts)}
     return torch_npu.npu_grouped_matmul([rows], [weight], split_item=2, **groups, **options)[0]
 
 
-def list_type(counts: torch.Tensor) -> int:
+def group_list_type(counts: torch.Tensor) -> int:
     """``group_list_type`` of counts: a single group is supported only as a cumulative sum, which
     equals its count."""
     return 0 if len(counts) == 1 else 1

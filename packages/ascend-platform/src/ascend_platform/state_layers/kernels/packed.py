@@ -51,7 +51,12 @@ class Chunks:
 
 
 def slabs(query_start_loc: torch.Tensor, tokens: int) -> Iterator["Slab"]:
-    """The chunks of packed sequences, some at a time."""
+    """Chunks of 64 tokens of packed sequences, 16 of them at a time.
+
+    Args:
+        query_start_loc: ``[requests + 1]``, the first token of each request.
+        tokens: of all requests.
+    """
     chunks = Chunks(query_start_loc, tokens, CHUNK)
     for start in range(0, chunks.count, SLAB):
         yield chunks.slab(start, SLAB)
@@ -182,6 +187,8 @@ def decode(
         num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
             1; or None.
         output: ``[tokens, ...]``, written; rows of no request are undefined.
+        step: takes states ``[requests, ...]`` in float32 and the requests' tokens, and returns the
+            new states and the output.
     """
     requests = len(read)
     if read.dim() == 1 or query_start_loc is None:

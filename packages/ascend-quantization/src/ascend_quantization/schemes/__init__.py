@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Quantization schemes by their names in ``quant_model_description.json``."""
+
+from ascend_quantization.base import Scheme
+from ascend_quantization.schemes.w4a8 import W4A8Dynamic
+from ascend_quantization.schemes.w8a8 import W8A8, W8A8Dynamic
+from ascend_quantization.schemes.weight_only import W4A16, W8A16
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme for scheme in (W8A8(), W8A8Dynamic(), W8A16(), W4A16(), W4A8Dynamic())
+}
+FLOAT = "FLOAT"
+"""Scheme name of a weight that is not quantized."""
