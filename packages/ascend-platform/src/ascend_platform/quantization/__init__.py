@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8 and MXFP4
+"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8, MXFP8 and MXFP4
 checkpoints, on CANN's operators.
 
 Each scheme is a module of ``schemes``, registered in ``schemes/__init__.py``; ``formats`` has the
@@ -22,6 +22,8 @@ from ascend_platform.quantization.common import (
     METHODS,
     MXFP4,
     NAME,
+    SCHEMES_OF,
+    check_chip,
     not_quantized,
 )
 
@@ -43,7 +45,8 @@ def register() -> ImportError | None:
         import ascend_platform.quantization.formats.deepseek_v4
         import ascend_platform.quantization.formats.fp8
         import ascend_platform.quantization.formats.modelslim
-        import ascend_platform.quantization.formats.mxfp4  # noqa: F401
+        import ascend_platform.quantization.formats.mxfp4
+        import ascend_platform.quantization.formats.mxfp8  # noqa: F401
     except ImportError as error:
         return error
     return None
@@ -66,6 +69,7 @@ def check(method: str) -> None:
             f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
             f" {requirements.version('vllm')}: {error}; fix: {requirements.upgrade_command()}"
         ) from error
+    check_chip(SCHEMES_OF.get(method, ()))
 
 
 def check_weights(model: Any) -> None:

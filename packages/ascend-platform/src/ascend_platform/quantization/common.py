@@ -18,11 +18,29 @@ AWQ, GPTQ = "auto_awq", "auto_gptq"
 
 FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 DEEPSEEK_V4 = "deepseek_v4_fp8"
+MXFP8, MODELOPT_MXFP8 = "mxfp8", "modelopt_mxfp8"
+"""The first is also the value of ``--quantization`` that quantizes a bfloat16 checkpoint at load."""
 
 SCHEME_BITS = {"W8A8": 8, "W8A8_DYNAMIC": 8, "W8A16": 8, "W4A16": 4, "W4A8_DYNAMIC": 4}
-"""Bits of a weight by scheme; the layout planner reads them without importing torch."""
+"""Bits of a weight by scheme of integers; the layout planner reads them without importing torch."""
 
-METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4, DEEPSEEK_V4)
+FP8_SCHEMES = ("W8A8FP8_DYNAMIC", "W8A8FP8_BLOCK")
+"""Of FP8 checkpoints that are not converted: scales per channel, which ModelSlim writes too, and
+per block."""
+
+METHODS = (
+    NAME,
+    "compressed-tensors",
+    AWQ,
+    GPTQ,
+    FP8,
+    MXFP8,
+    MODELOPT_MXFP8,
+    MXFP4,
+    DEEPSEEK_V4,
+)
+SCHEMES_OF = {MXFP8: ("W8A8_MXFP8",), MODELOPT_MXFP8: ("W8A8_MXFP8",)}
+"""Schemes of the methods that have no other."""
 
 
 def not_quantized(method: str, model: str) -> RefusedError:
@@ -34,17 +52,26 @@ def not_quantized(method: str, model: str) -> RefusedError:
     )
 
 
+def has_schemes(schemes: Iterable[str], family: chips.ChipFamily | None = None) -> bool:
+    """Whether a family, by default that of this process's chip, has the operators of all these
+    schemes."""
+    served = (family or host.chip_family()).quantization
+    return served is None or set(schemes) <= set(served)
+
+
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's
     documentation."""
     found, served = host.chip(), host.chip_family().quantization
     names = [] if served is None else sorted(set(schemes) - set(served))
     if found and names:
-        others = [family.name for family in chips.FAMILIES if family.quantization is None]
-        fix = f"a checkpoint of {', '.join(served)}, or " if served else ""
+        others = [family.name for family in chips.FAMILIES if has_schemes(names, family)]
+        several = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]]))
+        where = f"are supported on {several}" if others else "no chip has all of"
+        fix = f"a checkpoint of {', '.join(served or ())}, or " if served else ""
         raise RefusedError(
-            f"the model has weights of {', '.join(names)}, which are supported on"
-            f" {' and '.join(others)}; this NPU is {found}; fix: serve {fix}the unquantized model"
+            f"the model has weights of {', '.join(names)}, which {where}; this NPU is {found}; fix:"
+            f" serve {fix}the unquantized model"
         )
 
 
@@ -56,6 +83,15 @@ def uses_weight_nz() -> bool:
 
 
 def fp8_target() -> str:
-    """Target of the conversion of FP8 weights at load, the model's dtype or int8: the option
-    ``ascend.platform.fp8``."""
-    return options.of(options.Platform).fp8
+    """The form of FP8 and MXFP4 weights of the model that is being created, by the option
+    ``ascend.platform.fp8``. Its ``auto`` is ``native`` where the chip multiplies them by inputs of
+    the model's dtype, and ``dequantize`` elsewhere."""
+    import torch
+
+    asked = options.of(options.Platform).fp8
+    if asked != "auto":
+        return asked
+    # The default dtype is the model's.
+    is_narrow = torch.get_default_dtype() in (torch.bfloat16, torch.float16)
+    is_native = host.chip() and has_schemes((*FP8_SCHEMES, "W4A8_MXFP")) and is_narrow
+    return "native" if is_native else "dequantize"
