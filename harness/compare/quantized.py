@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ LEFT = ("gate", "kv_b_proj", "shared_expert_gate", "conv1d", "in_proj_ba")
 """Matrices that ModelSlim leaves as they are."""
 
 
-def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
+def spec_of(specs: Sequence[Spec], experts: bool, only: int | None = None) -> Any:
     """The spec of a matrix by its name; ``only`` leaves all layers but one as they are.
 
     Linear layers beside experts have the experts' spec; static inputs, which no experts have, in a
@@ -236,12 +237,14 @@ def make(
     only: int | None = None,
     layers: int = 0,
     inner: int = 512,
+    specs: tuple[Spec, ...] = (),
 ) -> Model:
-    """One of the models, whose layers have the schemes in turn: all, the first ``layers``, or only
-    that one (-1: none). A dense one has ``inner`` columns between its matrices."""
+    """One of the models, whose layers have the schemes in turn, or ``specs``: all, the first
+    ``layers``, or only that one (-1: none). A dense one has ``inner`` columns between its
+    matrices."""
     import torch
 
-    specs = MODELS[kind][form][: layers or None]
+    specs = specs or tuple(MODELS[kind][form][: layers or None])
     source = float_model(kind, len(specs), directory, inner)
     inputs, ranges = calibrated(source)
     target = directory / f"{kind}-{form}-{dtype}{'-c8' * cache}{'' if only is None else f'-{only}'}"

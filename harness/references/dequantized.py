@@ -73,6 +73,8 @@ class Reference:
     def inputs(self, name: str, x: Any) -> Any:
         """Quantize and dequantize the input of a matrix."""
         matrix, shift = self.of.written.matrices[name], self.of.written.shifts.get(name, 0.0)
+        if rounded := getattr(matrix.spec, "rounded", None):
+            return rounded(x)
         if matrix.spec.inputs == "static":
             scale, offset = self.of.written.inputs[name]
             rounded = ((x + shift) / scale + offset).round().clamp(-128, 127)

@@ -178,8 +178,8 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
     with pytest.raises(
         ValueError,
         match=(
-            r"of W4A16, which are supported on Atlas A2 and Atlas A3; this NPU is Ascend310P3; .*"
-            r" of W8A8"
+            r"of W4A16, which are supported on Atlas A2, Atlas A3 and Ascend 950; this NPU is"
+            r" Ascend310P3; .* of W8A8"
         ),
     ):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
@@ -327,14 +327,32 @@ def test_other_methods_are_refused_by_name(model):
     with pytest.raises(
         ValueError,
         match=(
-            "methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4,"
-            " deepseek_v4_fp8; the model has 'fbgemm_fp8'"
+            "methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, mxfp8, modelopt_mxfp8,"
+            " gpt_oss_mxfp4, deepseek_v4_fp8; the model has 'fbgemm_fp8'"
         ),
     ):
         engine_config(
             model(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
         )
     assert NPUPlatform.supported_quantization == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+        {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
+        None,
+    ],
+    ids=["ModelOpt", "MiniMax", "at load"],
+)
+def test_mxfp8_is_refused_on_this_chip(model, config):
+    options = {"quantization_config": config} if config else {}
+    asked = {} if config else {"quantization": "mxfp8"}
+    with pytest.raises(
+        ValueError, match="weights of W8A8_MXFP8, which are supported on Ascend 950; this NPU is"
+    ):
+        engine_config(model(**options), **asked)
 
 
 def attention(**changes):

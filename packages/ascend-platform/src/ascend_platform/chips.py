@@ -132,12 +132,27 @@ ALL_OPERATORS = frozenset(
 (op-plugin:
 docs/zh/custom_APIs)"""
 
+_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16", "W4A16", "W4A8_DYNAMIC", "W4A16_MXFP4")
+_SCHEMES_OF_950 = (
+    # By op-plugin's tests for the chip. Of W8A16 none names it, and of W4A8_DYNAMIC only one with
+    # weights in FRACTAL_NZ in groups of 256.
+    "W8A8",
+    "W8A8_DYNAMIC",
+    "W4A16",
+    "W8A8FP8_DYNAMIC",
+    "W8A8FP8_BLOCK",
+    "W8A8_MXFP8",
+    "W4A8_MXFP",
+    "W4A4_MXFP4",
+    "W4A16_MXFP4",
+)
+
 _A2 = ChipFamily(
     "Atlas A2",
     ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
     dtypes=ALL_DTYPES,
     operators=ALL_OPERATORS,
-    quantization=None,
+    quantization=_SCHEMES,
     weight_nz=True,
     chunk_head_size=192,  # vllm-ascend, pull request 16303
     vector_collectives=True,
@@ -184,6 +199,7 @@ FAMILIES = (
         token_unpermute=True,
         # As on A3, with the router's weights: vllm-ascend passes them on this chip.
         mc2=MC2(MC2Algorithm("", frozenset(range(2, 769)), 512, range(1024, 8192 + 1), True)),
+        quantization=_SCHEMES_OF_950,
     ),
     # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so only static
     # activation quantization is supported.

@@ -73,8 +73,10 @@ class Platform:
     weight_nz: bool | None = option(
         None, "storage of quantized matrices in FRACTAL_NZ; `null` decides by chip"
     )
-    fp8: Literal["dequantize", "W8A8_DYNAMIC"] = option(
-        "dequantize", "what FP8 weights are converted to at load: the model's dtype, or int8"
+    fp8: Literal["auto", "dequantize", "W8A8_DYNAMIC"] = option(
+        "auto",
+        "what FP8 weights are converted to at load: the model's dtype, or int8; `auto` leaves them"
+        " as they are where the chip multiplies FP8, and dequantizes them elsewhere",
     )
     shared_experts_stream: bool = option(
         False, "shared experts on a second stream, beside the routed experts"

@@ -87,6 +87,7 @@ class Scheme:
         groups: whether it supports per-group scales in linear layers.
         expert_groups: whether it supports per-group scales in experts.
         offsets: whether it supports a non-zero zero_point.
+        group_size: inputs per scale, where the format has only one size; 0 for others.
         packed: names of the tensors that ``pack`` returns.
         int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.
         takes_rows: whether linear layers do.
@@ -97,6 +98,7 @@ class Scheme:
     groups: ClassVar[bool] = False
     expert_groups: ClassVar[bool] = False
     offsets: ClassVar[bool] = False
+    group_size: ClassVar[int] = 0
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     int8_rows: ClassVar[bool] = False
     takes_rows: ClassVar[bool] = False

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ascend_platform import extension
 from ascend_platform.extension import RefusedError
@@ -18,6 +18,15 @@ AWQ, GPTQ = "auto_awq", "auto_gptq"
 
 FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 DEEPSEEK_V4 = "deepseek_v4_fp8"
+MXFP8, MODELOPT_MXFP8 = "mxfp8", "modelopt_mxfp8"
+"""The first is also the value of ``--quantization`` that quantizes a bfloat16 checkpoint at load."""
+
+FP8_SCHEMES = ("W8A8FP8_DYNAMIC", "W8A8FP8_BLOCK")
+"""Of FP8 checkpoints that are not converted: scales per channel, which ModelSlim writes too, and
+per block."""
+
+SCHEMES_OF = {MXFP8: ("W8A8_MXFP8",), MODELOPT_MXFP8: ("W8A8_MXFP8",)}
+"""Schemes of the methods that have no other."""
 
 
 def not_quantized(method: str, model: str) -> RefusedError:
@@ -29,17 +38,28 @@ def not_quantized(method: str, model: str) -> RefusedError:
     )
 
 
+def has_schemes(schemes: Iterable[str]) -> bool:
+    """Whether the chip has the operators of all these schemes."""
+    return _are_in(schemes, extension.chip_family().quantization)
+
+
+def _are_in(schemes: Iterable[str], served: Collection[str] | None) -> bool:
+    return served is None or set(schemes) <= set(served)
+
+
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's
     documentation."""
     found, served = extension.installation.chip_name(), extension.chip_family().quantization
     names = [] if served is None else sorted(set(schemes) - set(served))
     if found and names:
-        others = [family.name for family in extension.CHIP_FAMILIES if family.quantization is None]
-        fix = f"a checkpoint of {', '.join(served)}, or " if served else ""
+        others = [family.name for family in extension.CHIP_FAMILIES if _are_in(names, family.quantization)]
+        several = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]]))
+        where = f"are supported on {several}" if others else "no chip has all of"
+        fix = f"a checkpoint of {', '.join(served or ())}, or " if served else ""
         raise RefusedError(
-            f"the model has weights of {', '.join(names)}, which are supported on"
-            f" {' and '.join(others)}; this NPU is {found}; fix: serve {fix}the unquantized model"
+            f"the model has weights of {', '.join(names)}, which {where}; this NPU is {found}; fix:"
+            f" serve {fix}the unquantized model"
         )
 
 
@@ -51,6 +71,19 @@ def uses_weight_nz() -> bool:
 
 
 def fp8_target() -> str:
-    """Target of the conversion of FP8 weights at load, the model's dtype or int8: the option
-    ``ascend.platform.fp8``."""
-    return extension.platform_options().fp8
+    """The form of FP8 and MXFP4 weights of the model that is being created, by the option
+    ``ascend.platform.fp8``. Its ``auto`` is ``native`` where the chip multiplies them by inputs of
+    the model's dtype, and ``dequantize`` elsewhere."""
+    import torch
+
+    asked = extension.platform_options().fp8
+    if asked != "auto":
+        return str(asked)
+    # The default dtype is the model's.
+    is_narrow = torch.get_default_dtype() in (torch.bfloat16, torch.float16)
+    is_native = (
+        extension.installation.chip_name()
+        and has_schemes((*FP8_SCHEMES, "W4A8_MXFP"))
+        and is_narrow
+    )
+    return "native" if is_native else "dequantize"

@@ -24,6 +24,8 @@ METHODS = (
     "auto_awq",
     "auto_gptq",
     "fp8",
+    "mxfp8",
+    "modelopt_mxfp8",
     "gpt_oss_mxfp4",
     "deepseek_v4_fp8",
 )
@@ -66,6 +68,7 @@ def check(method: str) -> None:
             f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
             f" {requirements.version('vllm')}: {error}; fix: {requirements.upgrade_command()}"
         ) from error
+    offered.check_method(method)
 
 
 def detect(vllm_config: VllmConfig) -> None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ascend_quantization.common import DEEPSEEK_V4, FP8, MXFP4, not_quantized
+from ascend_quantization.common import (
+    DEEPSEEK_V4,
+    FP8,
+    MXFP4,
+    SCHEMES_OF,
+    check_chip,
+    not_quantized,
+)
 
 
 @functools.cache
@@ -24,10 +31,20 @@ def register() -> ImportError | None:
         import ascend_quantization.formats.deepseek_v4
         import ascend_quantization.formats.fp8
         import ascend_quantization.formats.modelslim
-        import ascend_quantization.formats.mxfp4  # noqa: F401
+        import ascend_quantization.formats.mxfp4
+        import ascend_quantization.formats.mxfp8  # noqa: F401
     except ImportError as error:
         return error
     return None
+
+
+def check_method(method: str) -> None:
+    """Refuse a method whose schemes the chip does not have.
+
+    Raises:
+        RefusedError: the schemes and the chip.
+    """
+    check_chip(SCHEMES_OF.get(method, ()))
 
 
 def check_weights(model: Any) -> None:

@@ -20,6 +20,14 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearKernel,
     MPLinearLayerConfig,
 )
+from vllm.model_executor.kernels.linear.mxfp4.base import (
+    MxFp4LinearKernel,
+    MxFp4LinearLayerConfig,
+)
+from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import (
+    Mxfp8LinearKernel,
+    Mxfp8LinearLayerConfig,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     Int8ScaledMMLinearKernel,
     Int8ScaledMMLinearLayerConfig,
@@ -32,6 +40,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
@@ -46,12 +55,18 @@ from ascend_quantization.base import (
     Tensors,
     unpack_words,
 )
-from ascend_quantization.common import FP8, check_chip, not_quantized
+from ascend_quantization.common import FP8, check_chip, fp8_target, not_quantized
 from ascend_quantization.formats.fp8 import method_of
 from ascend_quantization.methods.experts import QuantizedExperts, matrices_of
 from ascend_quantization.methods.fp8 import Fp8Format
-from ascend_quantization.methods.linear import apply, check_absorbed, replace
+from ascend_quantization.methods.linear import (
+    ModelSlimLinearMethod,
+    apply,
+    check_absorbed,
+    replace,
+)
 from ascend_quantization.schemes import SCHEMES
+from ascend_quantization.schemes.floats import GROUP
 from ascend_quantization.schemes.w8a8 import W8A8
 
 PACKED, BYTES = FORMS = "pack-quantized", "int-quantized"
@@ -62,8 +77,8 @@ UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 SUPPORTED = (
     "supported: int8 and int4 weights, per channel or per group, with unquantized inputs"
     f" ({PACKED}), dynamic symmetric per-token int8 inputs or, with int8 weights ({BYTES}), static"
-    " per-tensor int8 inputs; FP8 weights, per tensor, channel or block, without static inputs,"
-    " which are converted"
+    " per-tensor int8 inputs; FP8 weights, per tensor, channel or block, without static inputs;"
+    " MXFP8 and MXFP4 weights (groups of 32) with dynamic inputs of these formats"
 )
 
 
@@ -85,6 +100,18 @@ def fp8_form(weights: QuantizationArgs | None) -> Fp8Format | None:
     )
 
 
+def is_mx(weights: QuantizationArgs) -> bool:
+    """Whether weights are in e4m3 or e2m1, with an exponent for 32 inputs."""
+    return bool(
+        weights.type == "float"
+        and weights.num_bits in (4, 8)
+        and (weights.strategy, weights.group_size) == ("group", GROUP)
+        and weights.symmetric
+        and not weights.dynamic
+        and (weights.num_bits == 4 or weights.scale_dtype == torch.uint8)
+    )
+
+
 def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: str | None) -> str:
     """The scheme's name for a group of a compressed-tensors configuration.
 
@@ -94,6 +121,15 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
     bits, kind = weights.num_bits, None
     if fp8_form(weights) and (inputs is None or inputs.dynamic):
         return FP8
+    if is_mx(weights) and (inputs is None or (inputs.type == "float" and inputs.dynamic)):
+        # vLLM's class for MXFP8 quantizes inputs in any case.
+        kind = {
+            (8, 0): "W8A8_MXFP8",
+            (8, 8): "W8A8_MXFP8",
+            (4, 0): "W4A16_MXFP4",
+            (4, 4): "W4A4_MXFP4",
+            (4, 8): "W4A8_MXFP",
+        }.get((bits, inputs.num_bits if inputs else 0))
     rows = weights.strategy in ("channel", "group") or (bits == 8 and weights.strategy == "tensor")
     if weights.type == "int" and bits in (4, 8) and rows and not weights.dynamic:
         if inputs is None:
@@ -175,7 +211,10 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         found = self.get_scheme_dict(layer, prefix) if is_linear else schemes[0]
         weights: Any = found and found["weights"]
         if fp8 := fp8_form(weights):
-            return method_of(layer, fp8, prefix)
+            target = fp8_target()
+            if target == "native" and not found["input_activations"]:
+                target = "dequantize"
+            return method_of(layer, fp8, prefix, target)
         if found is None and not is_linear:
             return UnquantizedFusedMoEMethod(own.moe_config)
         if found is None:
@@ -183,11 +222,14 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         inputs: Any = found.get("input_activations")
         form = str(found.get("format") or self.quant_format)
         scheme = SCHEMES[scheme_of(weights, inputs, form)]
+        if is_linear and scheme.name == "W4A16_MXFP4":
+            # vLLM's class quantizes inputs in any case.
+            return ModelSlimLinearMethod(scheme, tensors_of(weights, form), prefix)
         if is_linear:
             check_absorbed(scheme.name, prefix)
             return super().get_quant_method(layer, prefix)
         stored = tensors_of(weights, form)
-        read = reader(scheme.bits)
+        read = scheme.read if is_mx(weights) else reader(scheme.bits)
         size = weights.group_size or 0
         return QuantizedExperts(own.moe_config, scheme, stored, read, size, prefix)
 
@@ -195,6 +237,10 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
 def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
     """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``,
     ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
+    if is_mx(weights):
+        name = "weight_packed" if weights.num_bits == 4 else "weight"
+        weight = Stored(torch.uint8, columns=8 // weights.num_bits)
+        return {name: weight, "weight_scale": Stored(torch.uint8, Layout.GROUPS)}
     layout = Layout.INPUT if weights.strategy == "tensor" else Layout.GROUPS
     scale = {"weight_scale": Stored(torch.float32, layout)}
     if form == BYTES:
@@ -264,6 +310,60 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
         return apply(self.scheme, layer, x, bias)
 
 
+class NPUMxfp8Kernel(Mxfp8LinearKernel):
+    """W8A8_MXFP8 for vLLM's linear layers of compressed-tensors, ModelOpt and ``--quantization
+    mxfp8``."""
+
+    scheme: Scheme = SCHEMES["W8A8_MXFP8"]
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Mxfp8LinearLayerConfig) -> tuple[bool, str | None]:
+        if max(c.weight_shape) > MOST:
+            return False, f"supports up to {MOST} inputs and outputs, not {c.weight_shape}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pack_mx(self.scheme, layer)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return apply(self.scheme, layer, x, bias)
+
+
+class NPUMxfp4Kernel(MxFp4LinearKernel):
+    """W4A8_MXFP and W4A4_MXFP4 for vLLM's ``CompressedTensorsW4A8Mxfp4`` and ``W4A4Mxfp4``."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: MxFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        return config.activation_quant_key is not None, "supports quantized inputs only"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        four = self.config.activation_quant_key == kMxfp4Dynamic
+        self.scheme = SCHEMES["W4A4_MXFP4" if four else "W4A8_MXFP"]
+        pack_mx(self.scheme, layer)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return apply(self.scheme, layer, x, bias)
+
+
+def pack_mx(scheme: Scheme, layer: torch.nn.Module) -> None:
+    """Replace ``weight`` and ``weight_scale`` of a layer by the tensors of the operators."""
+    given = (getattr(layer, name).data.view(torch.uint8) for name in scheme.packed)
+    matrix = scheme.checked(Quantized(*given), getattr(layer, "prefix", type(layer).__name__))
+    replace(layer, scheme.packed, scheme.pack(matrix, torch.get_default_dtype()))
+
+
 class NPUMixedPrecisionKernel(MPLinearKernel):
     """W8A16, W4A16 and W4A8_DYNAMIC for vLLM's ``CompressedTensorsWNA16``, ``WNA8Int`` and
     ``W4A8Int``."""
@@ -314,3 +414,5 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
 
 register_linear_kernel(NPUInt8Kernel, PlatformEnum.OOT, "int8")
 register_linear_kernel(NPUMixedPrecisionKernel, PlatformEnum.OOT, "mp")
+register_linear_kernel(NPUMxfp8Kernel, PlatformEnum.OOT, "mxfp8")
+register_linear_kernel(NPUMxfp4Kernel, PlatformEnum.OOT, "mxfp4")

@@ -41,6 +41,8 @@ class PackedExperts(ExpandedExperts):
 class NPUDeepseekV4Config(NPUFp8Config):
     """vLLM's configuration, with linear layers and experts that are converted at load."""
 
+    target = "dequantize"
+
     @classmethod
     def get_name(cls) -> Any:
         return DEEPSEEK_V4

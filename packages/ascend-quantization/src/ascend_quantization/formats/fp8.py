@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""FP8 checkpoints (``quant_method`` "fp8"): vLLM's configuration, with weights converted at load.
+"""FP8 checkpoints (``quant_method`` "fp8"): vLLM's configuration, with weights that are multiplied
+as they are, or converted at load.
 
 Blocks of 128 by 128 with ``weight_scale_inv`` (DeepSeek-V3, Kimi-K2, GLM-5, MiniMax-M2, Qwen3-FP8),
-or one ``weight_scale`` per matrix. Activations are not FP8: their static scales (``input_scale``)
-are not loaded.
+or one ``weight_scale`` per matrix. Inputs of weights that stay are quantized dynamically: static
+scales (``input_scale``) are not loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from ascend_quantization.common import FP8, check_chip, fp8_target
 from ascend_quantization.methods import fp8
 from ascend_quantization.methods.fp8 import Fp8Format
+from ascend_quantization.schemes.floats import BLOCK
 
 UNUSED = WeightsMapper(orig_to_new_suffix={".input_scale": None})
 
@@ -41,27 +43,48 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 logging.getLogger("vllm.model_executor.models.utils").addFilter(_is_unexpected)
 
 
-def method_of(layer: torch.nn.Module, form: Fp8Format, prefix: str) -> QuantizeMethodBase:
+def method_of(
+    layer: torch.nn.Module, form: Fp8Format, prefix: str, target: str | None = None
+) -> QuantizeMethodBase:
     """The method of a linear layer or of experts. MLA's kv_b_proj, whose matrix is multiplied into
     others, is dequantized.
 
+    Args:
+        target: as of :func:`fp8_target`, its result by default.
+
     Raises:
-        RefusedError: the chip does not support the scheme that the weights are converted to.
+        RefusedError: the chip does not support the scheme that the weights are converted to, or
+            multiplies blocks of another size.
     """
-    int8 = fp8_target() == fp8.INT8 and not prefix.endswith("kv_b_proj")
-    if int8:
+    target = target or fp8_target()
+    if prefix.endswith("kv_b_proj"):
+        target = "dequantize"
+    if target == fp8.INT8:
         check_chip([fp8.INT8])
+    if target == "native" and min(form.block) > 1 and form.block != (BLOCK, BLOCK):
+        raise RefusedError(
+            f"the FP8 checkpoint has blocks of {form.block[0]} by {form.block[1]}; supported: {BLOCK}"
+            f" by {BLOCK}; fix: --additional-config"
+            ' \'{"ascend": {"platform": {"fp8": "dequantize"}}}\''
+        )
     if isinstance(layer, RoutedExperts):
         moe = layer.moe_config
-        return (
-            fp8.RequantizedExperts(moe, form, prefix) if int8 else fp8.DequantizedExperts(moe, form)
-        )
-    return fp8.RequantizedLinearMethod(form, prefix) if int8 else fp8.DequantizedLinearMethod(form)
+        if target == "dequantize":
+            return fp8.DequantizedExperts(moe, form)
+        of_experts = fp8.RequantizedExperts if target == fp8.INT8 else fp8.KeptExperts
+        return of_experts(moe, form, prefix)
+    if target == "dequantize":
+        return fp8.DequantizedLinearMethod(form)
+    of_linear = fp8.RequantizedLinearMethod if target == fp8.INT8 else fp8.KeptLinearMethod
+    return of_linear(form, prefix)
 
 
 @register_quantization_config(FP8)
 class NPUFp8Config(Fp8Config):
-    """vLLM's configuration, with linear layers and experts that are converted at load."""
+    """vLLM's configuration, with linear layers and experts for NPUs."""
+
+    target: str | None = None
+    """See :func:`method_of`."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -103,7 +126,7 @@ class NPUFp8Config(Fp8Config):
         if blocks := self.weight_block_size:
             form = Fp8Format("weight_scale_inv", (blocks[0], blocks[1]))
         if not skipped:
-            return method_of(layer, form, prefix)
+            return method_of(layer, form, prefix, self.target)
         if isinstance(layer, RoutedExperts):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         return UnquantizedLinearMethod()

@@ -174,7 +174,8 @@ class ModelSlimConfig(QuantizationConfig):
             if kind == FLOAT:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
             scheme = SCHEMES[kind]
-            group_size = int(self.description.get("group_size") or 0) if scheme.expert_groups else 0
+            size = int(self.description.get("group_size") or 0) if scheme.expert_groups else 0
+            group_size = scheme.group_size or size
             stored = scheme.stored(self.description, parts[0])
             if not any(tensor.layout == Layout.GROUPS for tensor in stored.values()):
                 group_size = 0

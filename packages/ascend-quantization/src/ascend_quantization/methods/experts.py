@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
 from ascend_quantization.base import Layout, Quantized, Scheme, Stored, Tensors
-from ascend_quantization.methods.linear import replace
+from ascend_quantization.methods.linear import as_bytes, replace
 from ascend_quantization.schemes import SCHEMES
 
 
@@ -149,7 +149,10 @@ class QuantizedExperts(CheckpointExperts, NPUExperts, FusedMoEMethodBase):
                 kind, shape = "TENSOR", (len(rows),)
             data = torch.zeros(num_experts, *shape, dtype=stored.dtype)
             method = FusedMoeWeightScaleSupported[kind].value
-            yield name, data, {"quant_method": method, "is_transposed": stored.transposed}
+            about: dict[str, Any] = {"quant_method": method, "is_transposed": stored.transposed}
+            if stored.dtype == torch.uint8:
+                about["convert"] = as_bytes
+            yield name, data, about
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for prefix in ("w13_", "w2_"):
@@ -171,20 +174,31 @@ class QuantizedExperts(CheckpointExperts, NPUExperts, FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        packed = self.scheme.packed
-        first, second = ({n: getattr(layer, p + n) for n in packed} for p in ("w13_", "w2_"))
-        experts = SchemeExperts(self.scheme, first, second, x.dtype)
+        experts = SchemeExperts(
+            self.scheme,
+            self.packed(layer, "w13_"),
+            self.packed(layer, "w2_"),
+            x.dtype,
+            self.activation_of(layer) if self.takes_biases else None,
+        )
         return self.apply_routed(experts, x, topk_weights, topk_ids)
+
+    def packed(self, layer: Any, prefix: str) -> Tensors:
+        """The tensors of the scheme, and the biases, of the first or second matrices."""
+        names = (*self.scheme.packed, *["bias"] * self.moe.has_bias)
+        return {name: getattr(layer, prefix + name) for name in names}
 
 
 @dataclass(frozen=True)
 class SchemeExperts:
-    """One layer's experts; see ``protocols.Experts``."""
+    """One layer's experts; see ``protocols.Experts``. ``activation`` is None for SwiGLU without a
+    limit."""
 
     scheme: Scheme
     first: Tensors
     second: Tensors
     dtype: torch.dtype
+    activation: Callable[[torch.Tensor], torch.Tensor] | None = None
     lora: Any = None
 
     @property
@@ -194,11 +208,11 @@ class SchemeExperts:
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self.lora is None:
+        if self.lora is None and self.activation is None:
             return self.scheme.swiglu(self.first, self.second, rows, counts, scale, self.dtype)
         return with_adapters(
             lambda rows: self.scheme.grouped(rows, self.first, counts),
-            torch_npu.npu_swiglu,
+            self.activation or torch_npu.npu_swiglu,
             lambda inner: self.scheme.grouped(inner, self.second, counts),
             rows,
             counts,

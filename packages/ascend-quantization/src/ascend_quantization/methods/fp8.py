@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""FP8 weights (e4m3) of linear layers and experts, converted at load: no operator of Atlas A2 and
-A3 computes in float8.
+"""FP8 weights (e4m3) of linear layers and experts, kept or converted at load.
 
-Weights are loaded as bytes (uint8) and converted layer by layer when all are loaded, so that the
-peak memory is that of the converted model and one layer. A weight is value * scale, computed in
-float32 and rounded once: to the model's dtype, or to int8 with a scale per output channel
-(W8A8_DYNAMIC).
+Weights are loaded as bytes (uint8). Where the chip multiplies FP8 they stay as they are. Elsewhere
+they are converted layer by layer when all are loaded, so that the peak memory is that of the
+converted model and one layer. A converted weight is value * scale, computed in float32 and rounded
+once: to the model's dtype, or to int8 with a scale per output channel (W8A8_DYNAMIC).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from ascend_quantization.base import Quantized
+from ascend_quantization.base import Quantized, Scheme
 from ascend_quantization.methods.experts import (
     CheckpointExperts,
     QuantizedExperts,
@@ -44,7 +43,8 @@ from ascend_quantization.methods.linear import (
     Shard,
     replace,
 )
-from ascend_quantization.schemes import SCHEMES
+from ascend_quantization.schemes import FP8_BLOCK, SCHEMES
+from ascend_quantization.schemes.floats import BLOCK
 
 INT8 = "W8A8_DYNAMIC"
 CHUNK = 2**18
@@ -70,6 +70,11 @@ class Fp8Format:
         """The largest block that divides this rank's matrices with these numbers of rows; shards
         need not begin at checkpoint blocks."""
         return math.gcd(self.block[0], *rows), math.gcd(self.block[1], inputs)
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that multiplies these matrices as they are."""
+        return FP8_BLOCK if min(self.block) > 1 else SCHEMES["W8A8FP8_DYNAMIC"]
 
     def expanded(self, scale: torch.Tensor, grid: Sizes, most: Sizes) -> torch.Tensor:
         """A matrix's scales per block of ``grid``, without those beyond ``most`` rows
@@ -153,6 +158,34 @@ def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return Quantized(made, scales)
 
 
+def aligned_matrix(
+    form: Fp8Format, weight: torch.Tensor, scale: torch.Tensor, name: str
+) -> Quantized:
+    """The matrix, or one per expert, for its own scheme.
+
+    Args:
+        scale: per block of the grid that a rank loads.
+        name: of the layer, for errors.
+
+    Raises:
+        RefusedError: a block of the checkpoint does not begin where one of the operator does.
+    """
+    out, inputs = weight.shape[-2:]
+    if form.scheme is not FP8_BLOCK:
+        return Quantized(weight, scale.repeat_interleave(out // scale.shape[-2], -2))
+    rows, columns = out // scale.shape[-2], inputs // scale.shape[-1]
+    whole = scale[..., :: BLOCK // rows, :: BLOCK // columns].contiguous()
+    spread = whole.repeat_interleave(BLOCK // rows, -2).repeat_interleave(BLOCK // columns, -1)
+    if not torch.equal(spread[..., : scale.shape[-2], : scale.shape[-1]], scale):
+        raise RefusedError(
+            f"{name} has {out} outputs and {inputs} inputs on a rank, whose FP8 blocks are not those"
+            f" of {BLOCK} by {BLOCK} of npu_quant_matmul; supported: merged matrices and shards that"
+            " begin with a block; fix: lower --tensor-parallel-size, set --enable-expert-parallel for"
+            ' experts, or set --additional-config \'{"ascend": {"platform": {"fp8": "dequantize"}}}\''
+        )
+    return Quantized(weight, whole)
+
+
 class Fp8Linear(CheckpointLinear):
     """Mixin that loads the FP8 weights of a linear layer."""
 
@@ -220,6 +253,23 @@ class RequantizedLinearMethod(Fp8Linear, ModelSlimLinearMethod):
         replace(layer, ("weight", self.fp8.scale), packed)
 
 
+@register_weight_loader_v2_supported_method
+class KeptLinearMethod(Fp8Linear, ModelSlimLinearMethod):
+    """Linear layer of an FP8 checkpoint, multiplied as it is."""
+
+    def __init__(self, fp8: Fp8Format, name: str) -> None:
+        super().__init__(fp8.scheme, {}, name)
+        self.fp8 = fp8
+
+    def parameters(self, layer: Any, shard: Shard) -> Iterator[tuple[str, BasevLLMParameter]]:
+        self.scheme.check_size(shard.rows, shard.inputs, self.name)
+        return super().parameters(layer, shard)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        matrix = aligned_matrix(self.fp8, *self.loaded(layer), self.name)
+        replace(layer, ("weight", self.fp8.scale), self.scheme.pack(matrix, self.dtype))
+
+
 class Fp8Experts(CheckpointExperts):
     """Mixin that loads the FP8 weights of experts."""
 
@@ -277,5 +327,20 @@ class RequantizedExperts(Fp8Experts, QuantizedExperts):
     def process_weights_after_loading(self, layer: Any) -> None:
         for prefix, pack in (("w13_", self.scheme.pack), ("w2_", self.scheme.pack_down)):
             packed = pack(requantized(*self.loaded(layer, prefix), self.dtype), self.dtype)
+            replace(layer, ("weight", self.fp8.scale), packed, prefix)
+        self.setup_experts(layer)
+
+
+class KeptExperts(Fp8Experts, QuantizedExperts):
+    """Experts of an FP8 checkpoint, multiplied as they are."""
+
+    def __init__(self, moe: FusedMoEConfig, fp8: Fp8Format, name: str) -> None:
+        super().__init__(moe, fp8.scheme, {}, lambda given: Quantized(**given), 0, name)
+        self.fp8 = fp8
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for prefix in ("w13_", "w2_"):
+            matrix = aligned_matrix(self.fp8, *self.loaded(layer, prefix), self.name)
+            packed = self.scheme.pack(matrix, self.dtype)
             replace(layer, ("weight", self.fp8.scale), packed, prefix)
         self.setup_experts(layer)

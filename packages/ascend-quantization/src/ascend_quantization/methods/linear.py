@@ -118,6 +118,12 @@ class CheckpointLinear:
         raise NotImplementedError
 
 
+def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of the checkpoint that is in float8; another tensor as it is."""
+    is_float8 = loaded.is_floating_point() and loaded.element_size() == 1
+    return loaded.view(torch.uint8) if is_float8 else loaded
+
+
 def parameter(
     stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]
 ) -> BasevLLMParameter:
@@ -128,6 +134,7 @@ def parameter(
         if loaded.dtype == torch.int64 and own.dtype == torch.float32:
             # deq_scale of float16 models has the bits of a float.
             loaded = loaded.to(torch.int32).view(torch.float32)
+        loaded = as_bytes(loaded) if own.dtype == torch.uint8 else loaded
         loader(own, loaded, *arguments, **named)
 
     options: dict[str, Any] = {"weight_loader": load}

@@ -47,7 +47,7 @@ ACTIVATIONS = {
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: torch_npu.npu_clipped_swiglu,
     MoEActivation.RELU2_NO_MUL: relu2,
 }
-"""Activations of unquantized experts; quantized ones have the first."""
+"""Activations of unquantized experts and of MXFP4 ones; other quantized ones have the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,22 @@ class NPUExperts:
         if layer.expert_map is not None:
             local = (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first_expert, self.num_local_experts = local[0], len(local)
+
+    def clip(self, activation: MoEActivation) -> dict[str, Any]:
+        """Options of npu_clipped_swiglu for a layer that clips what is not interleaved; none for
+        others."""
+        moe, options = self.moe, {"limit": self.moe.swiglu_limit, "interleaved": False}
+        if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+            return options | {"alpha": moe.swiglu_alpha, "bias": moe.swiglu_beta}
+        if activation == MoEActivation.SILU and moe.swiglu_limit:
+            return options | {"alpha": 1.0, "bias": 0.0}
+        return {}
+
+    def activation_of(self, layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function of the layer's activation."""
+        if options := self.clip(layer.activation):
+            return functools.partial(torch_npu.npu_clipped_swiglu, **options)
+        return ACTIVATIONS[layer.activation]
 
     def apply_routed(
         self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -198,16 +214,6 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         self.setup_experts(layer)
 
-    def clip(self, activation: MoEActivation) -> dict[str, Any]:
-        """Options of npu_clipped_swiglu for a layer that clips what is not interleaved; none for
-        others."""
-        moe, options = self.moe, {"limit": self.moe.swiglu_limit, "interleaved": False}
-        if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
-            return options | {"alpha": moe.swiglu_alpha, "bias": moe.swiglu_beta}
-        if activation == MoEActivation.SILU and moe.swiglu_limit:
-            return options | {"alpha": 1.0, "bias": 0.0}
-        return {}
-
     def forward_oot(
         self,
         layer: Any,
@@ -218,8 +224,6 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
-        activation = ACTIVATIONS[layer.activation]
-        if options := self.clip(layer.activation):
-            activation = functools.partial(torch_npu.npu_clipped_swiglu, **options)
+        activation = self.activation_of(layer)
         experts = UnquantizedExperts(layer.w13_weight, layer.w2_weight, activation, biases)
         return self.apply_routed(experts, x, topk_weights, topk_ids)
