@@ -260,3 +260,60 @@ def test_other_inputs_of_mx_quantization_are_refused():
         quantize(torch.ones(4, 64).npu(), dst_type=torch.float8_e5m2, block_size=64)
     with pytest.raises(RuntimeError, match=r"rule dynamic_quant.mode, inferred"):
         torch_npu.npu_dynamic_quant(torch.ones(4, 64).half().npu(), quant_mode="other")
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "hif8"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (128, 64)])
+def test_blocks_of_groups_of_rows(kind, rows, columns):
+    torch.manual_seed(0)
+    x, ends = torch.randn(2, 300, 200).half(), torch.tensor([130, 130, 300], dtype=torch.int32)
+    y, scale = torch_npu.npu_grouped_dynamic_block_quant(
+        x.npu(),
+        ends.npu(),
+        dst_type=TYPES[kind],
+        row_block_size=rows,
+        col_block_size=columns,
+        round_mode="round" if kind == "hif8" else "rint",
+    )
+    assert scale.shape == (2, 300 // rows + 3, -(-200 // columns))
+    values, scale = formats.values_of(y, kind), scale.cpu()
+    top = float(formats.magnitudes(kind)[-1])
+    for group, (first, last) in enumerate(((0, 130), (130, 130), (130, 300))):
+        for start in range(first, last, rows):
+            place = first // rows + group + (start - first) // rows
+            end = min(start + rows, last)
+            for column in range(0, 200, columns):
+                block = x[:, start:end, column : column + columns].float()
+                step = scale[:, place, column // columns]
+                torch.testing.assert_close(step, block.abs().amax((-2, -1)) / top)
+                quotient = formats.rounded(block / step[:, None, None], kind)
+                same(values[:, start:end, column : column + columns], quotient)
+
+
+def test_the_earlier_version_of_grouped_blocks_gives_the_same():
+    x, ends = torch.randn(7, 128).half().npu(), torch.tensor([3, 7], dtype=torch.int32).npu()
+    outputs = torch_npu.npu_grouped_dynamic_block_quant(x, ends, dst_type=TYPES["e4m3"])
+    again = [torch.zeros_like(each) for each in outputs]
+    number = DTYPES[TYPES["e4m3"]]
+    status, message = Calls().run(
+        "GroupedDynamicBlockQuant", x, ends, 0.0, "rint", number, 1, 128, 0, *again
+    )
+    assert status == 0, message
+    for one, other in zip(outputs, again, strict=True):
+        assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        (
+            "grouped_block_quant.blocks, documented",
+            lambda x, w: torch_npu.npu_grouped_dynamic_block_quant(
+                x, torch.tensor([5], dtype=torch.int32).npu(), row_block_size=2
+            ),
+        ),
+    ],
+)
+def test_limits_of_grouped_blocks(rule, call):
+    with pytest.raises(RuntimeError, match=f"rule {rule}"):
+        call(torch.ones(5, 64).bfloat16().npu(), torch.ones(64).npu())

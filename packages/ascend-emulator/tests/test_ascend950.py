@@ -16,11 +16,12 @@ from ascend_emulator import chips
 HERE, CHIP = Path(__file__).parent, "Ascend950PR_9599"
 
 
-@pytest.mark.parametrize("name", ["quantization", "matmuls"])
-def test_on_ascend950(run, name):
+@pytest.mark.parametrize("names", ["quantization", "matmuls", "fused connections"])
+def test_on_ascend950(run, names):
     # Without conftest.py: calls are noted for this session.
     pytest_of = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    command = [*pytest_of, "--soc", CHIP, str(HERE / f"{name}_of_950.py")]
+    files = [str(HERE / f"{name}_of_950.py") for name in names.split()]
+    command = [*pytest_of, "--soc", CHIP, *files]
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     done = run("run", "--soc", CHIP, "--", *command, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
