@@ -126,8 +126,7 @@ def test_gated_activation_along_both_axes():
 
 
 def matrices_of_experts(kind, m, k, n, experts):
-    """x, weights and shared exponents as torch_npu takes them, and the product of the first rows
-    with the first expert and of the others with the last, in float64."""
+    """x, weights and shared exponents as torch_npu takes them, and their values in float64."""
     known = formats.table(kind)
     small = torch.tensor([code for code, value in known.items() if abs(value) <= 4])
     codes = [small[torch.randint(len(small), size)] for size in ((m, k), (experts, n, k))]

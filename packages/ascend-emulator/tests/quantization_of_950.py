@@ -317,3 +317,86 @@ def test_the_earlier_version_of_grouped_blocks_gives_the_same():
 def test_limits_of_grouped_blocks(rule, call):
     with pytest.raises(RuntimeError, match=f"rule {rule}"):
         call(torch.ones(5, 64).bfloat16().npu(), torch.ones(64).npu())
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "hif8"])
+@pytest.mark.parametrize("ends", [None, [3, 3, 10]])
+def test_largest_magnitude_beside_values_in_another_format(kind, ends):
+    torch.manual_seed(0)
+    x = torch.randn(10, 4, 16).bfloat16()
+    scale = torch.rand(1 if ends is None else len(ends)) * 4
+    y, amax = torch_npu.npu_quant_max(
+        x.npu(),
+        scale.npu(),
+        dst_dtype=TYPES[kind],
+        round_mode="round" if kind == "hif8" else "rint",
+        group_list=None if ends is None else torch.tensor(ends).npu(),
+    )
+    each, largest, first = torch.ones(10), [], 0
+    for group, end in enumerate(ends or [10]):
+        each[first:end] = scale[group]
+        part = x[first:end].abs().flatten()
+        largest.append(float(part.max()) if len(part) else 0.0)
+        first = end
+    assert amax.cpu().tolist() == largest
+    same(formats.values_of(y, kind), formats.rounded(x.float() * each[:, None, None], kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_gelu_and_quantization(mode, approximate, kind):
+    torch.manual_seed(0)
+    x, scale, offset = torch.randn(5, 7, 64).half(), torch.rand(64).half(), torch.rand(64).half()
+    y, steps = torch_npu.npu_gelu_quant(
+        x.npu(),
+        input_scale=scale.npu(),
+        input_offset=offset.npu() if mode == "static" else None,
+        approximate=approximate,
+        quant_mode=mode,
+        dst_type=torch.int8 if kind == "int8" else TYPES[kind],
+    )
+    wanted = torch.nn.functional.gelu(x.double(), approximate=approximate) * scale.double()
+    if mode == "static":
+        wanted = wanted + offset.double()
+    else:
+        top = 127 if kind == "int8" else 448
+        torch.testing.assert_close(steps.cpu().double(), wanted.abs().amax(-1) / top)
+        wanted = wanted / steps.cpu().double()[..., None]
+    if kind == "int8":
+        assert float((y.cpu().double() - wanted).abs().max()) < 0.501
+    else:
+        values = formats.values_of(y, kind)
+        rounded = formats.rounded(wanted, kind)
+        assert float((values != rounded).double().mean()) < 0.005
+        torch.testing.assert_close(values, rounded, rtol=0.13, atol=1e-4)
+
+
+def test_factors_of_rows_beside_scales_of_columns():
+    torch.manual_seed(0)
+    x, smooth = torch.randn(2, 8, 32).bfloat16(), torch.rand(8).bfloat16()
+    y, scale = torch_npu.npu_dynamic_quant(
+        x.npu(), smooth_scales=smooth.npu(), dst_type=torch.int8, quant_mode="perchannel"
+    )
+    wide = x.float() * smooth.float()[:, None]
+    torch.testing.assert_close(scale.cpu().view(2, 32), wide.abs().amax(-2) / 127)
+    same(y.cpu(), (wide / scale.cpu().view(2, 1, 32)).round())
+    with pytest.raises(RuntimeError, match=r"rule dynamic_quant.smooth-size-950, inferred"):
+        torch_npu.npu_dynamic_quant(
+            x.npu(),
+            smooth_scales=torch.ones(32).bfloat16().npu(),
+            dst_type=torch.int8,
+            quant_mode="perchannel",
+        )
+
+
+def test_casts_to_hif8_and_back():
+    values = torch.tensor([*formats.hif8().values()]).float()
+    values = values[~values.isnan()]
+    codes = torch_npu.npu_dtype_cast(values.npu(), TYPES["hif8"])
+    same(formats.values_of(codes, "hif8"), values)
+    back = torch_npu.npu_dtype_cast(codes, torch.float32, input_dtype=TYPES["hif8"])
+    same(back.cpu(), values)
+    x = torch.randn(1000)
+    codes = torch_npu.npu_dtype_cast(x.npu(), TYPES["hif8"])
+    same(formats.values_of(codes, "hif8"), formats.rounded(x, "hif8"))

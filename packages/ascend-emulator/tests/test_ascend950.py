@@ -3,6 +3,8 @@
 """Operators of Ascend950, which compute in formats of eight and four bits: their tests run in a
 process on that chip, because a process sees one chip. Other chips refuse them."""
 
+import importlib
+import json
 import os
 import re
 import sys
@@ -14,6 +16,10 @@ import torch_npu
 from ascend_emulator import chips
 
 HERE, CHIP = Path(__file__).parent, "Ascend950PR_9599"
+sys.path.insert(0, str(HERE))
+formats, hccl_ranks, mc2_layer = map(
+    importlib.import_module, ("narrow_formats", "hccl_ranks", "mc2_layer")
+)
 
 
 @pytest.mark.parametrize("names", ["quantization", "matmuls", "fused connections"])
@@ -28,6 +34,31 @@ def test_on_ascend950(run, names):
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
     assert int(passed[1]) > 30
+
+
+def test_dispatch_with_shared_exponents(run):
+    done = run(
+        "run", "--npus", "2", "--soc", CHIP, "--", sys.executable, HERE / "dispatch_of_950.py"
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    xs = [hccl_ranks.data(rank, (5, 1056), torch.bfloat16) for rank in range(2)]
+    ids = [mc2_layer.routing(rank, 5, 2, 4) for rank in range(2)]
+    for rank, answer in enumerate(answers):
+        expected = torch.cat(
+            [
+                xs[source][(ids[source] == expert).any(1)]
+                for expert in (2 * rank, 2 * rank + 1)
+                for source in range(2)
+            ]
+        )
+        for kind, (codes, scales, numbers) in answer.items():
+            values, exponents = formats.quantized(expected, kind, 0)
+            assert sum(numbers) == len(expected)
+            stored = formats.values_of(torch.tensor(codes, dtype=torch.uint8), kind)
+            assert torch.equal(stored, values)
+            assert torch.equal(torch.tensor(scales)[:, :33], exponents.long())
+            assert not torch.tensor(scales)[:, 33:].any()
 
 
 @pytest.mark.parametrize(

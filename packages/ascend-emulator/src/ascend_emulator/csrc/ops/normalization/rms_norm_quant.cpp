@@ -70,8 +70,11 @@ CHECKED(aclnnAddRmsNormQuantV2,
         copy_reshaped(normed, y);
         const auto flat = y.reshape({-1, gamma.numel()});
         put_quantized(y1.view({-1, gamma.numel()}), quantized(flat, scale1, zero1, divides));
-        if (scale2)
-          put_quantized(y2.view({-1, gamma.numel()}), quantized(flat, scale2, zero2, divides));
+        const auto second = y2.view({-1, gamma.numel()});
+        // Without a second scale, Ascend950 quantizes by one (op-plugin's
+        // test_npu_add_rms_norm_quant.py).
+        if (scale2) put_quantized(second, quantized(flat, scale2, zero2, divides));
+        else if (is_chip("Ascend950")) put_quantized(second, flat);
       };
     })
 // The second scale and zero points must be None and div_mode true (op-plugin's
@@ -120,7 +123,7 @@ CHECKED(aclnnRmsNormQuantV3,
         const auto normed = rms(x.to(at::kFloat), gamma.view(-1), epsilon);
         auto out = normed.y;
         if (beta) out = out + beta->to(at::kFloat).view(-1);
-        put_integers(y, quantized(out, scale, offset, divides));
+        put_quantized(y, quantized(out, scale, offset, divides));
         copy_reshaped(rstd, normed.rstd);
       };
     })
