@@ -61,13 +61,15 @@ def gated(mode):
 def hyper_connections(part):
     x, matrix = torch.randn(2, 4, 64).half().npu(), torch.randn(2, 4, 4).npu()
     if part == "Sinkhorn":
-        return torch_npu.npu_mhc_sinkhorn(matrix)
+        return list(torch_npu.npu_mhc_sinkhorn(matrix)[0].shape)
     if part == "Post":
-        return torch_npu.npu_mhc_post(x, matrix, x[:, 0].contiguous(), matrix[:, 0].contiguous())
+        y = torch_npu.npu_mhc_post(x, matrix, x[:, 0].contiguous(), matrix[:, 0].contiguous())
+        return list(y.shape)
     weights = torch.randn(24, 256).npu()
-    return torch_npu.npu_mhc_pre(
+    outputs = torch_npu.npu_mhc_pre(
         x, weights, matrix[0, 0, :3].contiguous(), weights[:, 0].contiguous()
     )
+    return [list(output.shape) for output in outputs[:3]]
 
 
 CALLS = {

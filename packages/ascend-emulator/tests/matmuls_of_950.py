@@ -378,3 +378,57 @@ def test_what_is_not_emulated_is_named():
             **coded,
             **numbers("e2m1", "e2m1"),
         )
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", OUTPUTS[:2], ids=str)
+def test_batches_behind_rows_with_shared_exponents(dtype, turned):
+    torch.manual_seed(0)
+    m, batches, k, n = 5, 3, 128, 48
+    (x, a), (w, b) = matrix("e4m3", m, batches, k), matrix("e4m3", batches, n, k)
+    (x_scale, c), (w_scale, d) = exponents(m, batches, 2, 2), exponents(batches, n, 2, 2)
+    a, b = a * spread(c.flatten(2), 32, k, 2), b * spread(d.flatten(2), 32, k, 2)
+    e8m0 = torch.float8_e8m0fnu
+    if not turned:
+        w, w_scale = w.transpose(1, 2).contiguous(), w_scale.transpose(1, 2).contiguous()
+    y = torch_npu.npu_transpose_quant_batchmatmul(
+        x.npu(),
+        w.npu(),
+        dtype=dtype,
+        x1_scale=x_scale.view(e8m0).npu(),
+        x2_scale=w_scale.view(e8m0).npu(),
+        group_sizes=[0, 0, 32],
+        perm_x1=[1, 0, 2],
+        perm_x2=[0, 2, 1] if turned else [0, 1, 2],
+        perm_y=[1, 0, 2],
+    )
+    close(y, torch.einsum("mbk,bnk->mbn", a, b))
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "hif8"])
+def test_batches_behind_rows_with_scales(kind):
+    torch.manual_seed(0)
+    k, n = (64, 48) if kind == "hif8" else (512, 128)
+    (x, a), (w, b) = matrix(kind, 5, 3, k), matrix(kind, 3, k, n)
+    x_scale, w_scale = torch.rand(1 if kind == "hif8" else 5), torch.rand(n)
+    y = torch_npu.npu_transpose_quant_batchmatmul(
+        x.npu(),
+        w.npu(),
+        dtype=torch.bfloat16,
+        x1_scale=x_scale.npu(),
+        x2_scale=w_scale.npu(),
+        **numbers(kind, kind),
+    )
+    expected = torch.einsum("mbk,bkn->mbn", a, b) * w_scale.double()
+    close(y, expected * x_scale.double()[:, None, None])
+
+
+def test_limits_of_batches_behind_rows():
+    x, w = torch.ones(5, 3, 64).to(TYPES["e4m3"]).npu(), torch.ones(3, 64, 16).to(TYPES["e4m3"])
+    for rule, options in (
+        ("float8", {"x1_scale": torch.ones(5).npu(), "x2_scale": torch.ones(16).npu()}),
+        ("scales", {"x1_scale": torch.ones(5).npu()}),
+        ("permutations", {"perm_y": [0, 1, 2]}),
+    ):
+        with pytest.raises(RuntimeError, match=f"rule transpose_quant_matmul.{rule}, documented"):
+            torch_npu.npu_transpose_quant_batchmatmul(x, w.npu(), dtype=torch.float16, **options)

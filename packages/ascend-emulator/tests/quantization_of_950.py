@@ -260,3 +260,143 @@ def test_other_inputs_of_mx_quantization_are_refused():
         quantize(torch.ones(4, 64).npu(), dst_type=torch.float8_e5m2, block_size=64)
     with pytest.raises(RuntimeError, match=r"rule dynamic_quant.mode, inferred"):
         torch_npu.npu_dynamic_quant(torch.ones(4, 64).half().npu(), quant_mode="other")
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "hif8"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (128, 64)])
+def test_blocks_of_groups_of_rows(kind, rows, columns):
+    torch.manual_seed(0)
+    x, ends = torch.randn(2, 300, 200).half(), torch.tensor([130, 130, 300], dtype=torch.int32)
+    y, scale = torch_npu.npu_grouped_dynamic_block_quant(
+        x.npu(),
+        ends.npu(),
+        dst_type=TYPES[kind],
+        row_block_size=rows,
+        col_block_size=columns,
+        round_mode="round" if kind == "hif8" else "rint",
+    )
+    assert scale.shape == (2, 300 // rows + 3, -(-200 // columns))
+    values, scale = formats.values_of(y, kind), scale.cpu()
+    top = float(formats.magnitudes(kind)[-1])
+    for group, (first, last) in enumerate(((0, 130), (130, 130), (130, 300))):
+        for start in range(first, last, rows):
+            place = first // rows + group + (start - first) // rows
+            end = min(start + rows, last)
+            for column in range(0, 200, columns):
+                block = x[:, start:end, column : column + columns].float()
+                step = scale[:, place, column // columns]
+                torch.testing.assert_close(step, block.abs().amax((-2, -1)) / top)
+                quotient = formats.rounded(block / step[:, None, None], kind)
+                same(values[:, start:end, column : column + columns], quotient)
+
+
+def test_the_earlier_version_of_grouped_blocks_gives_the_same():
+    x, ends = torch.randn(7, 128).half().npu(), torch.tensor([3, 7], dtype=torch.int32).npu()
+    outputs = torch_npu.npu_grouped_dynamic_block_quant(x, ends, dst_type=TYPES["e4m3"])
+    again = [torch.zeros_like(each) for each in outputs]
+    number = DTYPES[TYPES["e4m3"]]
+    status, message = Calls().run(
+        "GroupedDynamicBlockQuant", x, ends, 0.0, "rint", number, 1, 128, 0, *again
+    )
+    assert status == 0, message
+    for one, other in zip(outputs, again, strict=True):
+        assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        (
+            "grouped_block_quant.blocks, documented",
+            lambda x, w: torch_npu.npu_grouped_dynamic_block_quant(
+                x, torch.tensor([5], dtype=torch.int32).npu(), row_block_size=2
+            ),
+        ),
+    ],
+)
+def test_limits_of_grouped_blocks(rule, call):
+    with pytest.raises(RuntimeError, match=f"rule {rule}"):
+        call(torch.ones(5, 64).bfloat16().npu(), torch.ones(64).npu())
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "hif8"])
+@pytest.mark.parametrize("ends", [None, [3, 3, 10]])
+def test_largest_magnitude_beside_values_in_another_format(kind, ends):
+    torch.manual_seed(0)
+    x = torch.randn(10, 4, 16).bfloat16()
+    scale = torch.rand(1 if ends is None else len(ends)) * 4
+    y, amax = torch_npu.npu_quant_max(
+        x.npu(),
+        scale.npu(),
+        dst_dtype=TYPES[kind],
+        round_mode="round" if kind == "hif8" else "rint",
+        group_list=None if ends is None else torch.tensor(ends).npu(),
+    )
+    each, largest, first = torch.ones(10), [], 0
+    for group, end in enumerate(ends or [10]):
+        each[first:end] = scale[group]
+        part = x[first:end].abs().flatten()
+        largest.append(float(part.max()) if len(part) else 0.0)
+        first = end
+    assert amax.cpu().tolist() == largest
+    same(formats.values_of(y, kind), formats.rounded(x.float() * each[:, None, None], kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_gelu_and_quantization(mode, approximate, kind):
+    torch.manual_seed(0)
+    x, scale, offset = torch.randn(5, 7, 64).half(), torch.rand(64).half(), torch.rand(64).half()
+    y, steps = torch_npu.npu_gelu_quant(
+        x.npu(),
+        input_scale=scale.npu(),
+        input_offset=offset.npu() if mode == "static" else None,
+        approximate=approximate,
+        quant_mode=mode,
+        dst_type=torch.int8 if kind == "int8" else TYPES[kind],
+    )
+    wanted = torch.nn.functional.gelu(x.double(), approximate=approximate) * scale.double()
+    if mode == "static":
+        wanted = wanted + offset.double()
+    else:
+        top = 127 if kind == "int8" else 448
+        torch.testing.assert_close(steps.cpu().double(), wanted.abs().amax(-1) / top)
+        wanted = wanted / steps.cpu().double()[..., None]
+    if kind == "int8":
+        assert float((y.cpu().double() - wanted).abs().max()) < 0.501
+    else:
+        values = formats.values_of(y, kind)
+        rounded = formats.rounded(wanted, kind)
+        assert float((values != rounded).double().mean()) < 0.005
+        torch.testing.assert_close(values, rounded, rtol=0.13, atol=1e-4)
+
+
+def test_factors_of_rows_beside_scales_of_columns():
+    torch.manual_seed(0)
+    x, smooth = torch.randn(2, 8, 32).bfloat16(), torch.rand(8).bfloat16()
+    y, scale = torch_npu.npu_dynamic_quant(
+        x.npu(), smooth_scales=smooth.npu(), dst_type=torch.int8, quant_mode="perchannel"
+    )
+    wide = x.float() * smooth.float()[:, None]
+    torch.testing.assert_close(scale.cpu().view(2, 32), wide.abs().amax(-2) / 127)
+    same(y.cpu(), (wide / scale.cpu().view(2, 1, 32)).round())
+    with pytest.raises(RuntimeError, match=r"rule dynamic_quant.smooth-size-950, inferred"):
+        torch_npu.npu_dynamic_quant(
+            x.npu(),
+            smooth_scales=torch.ones(32).bfloat16().npu(),
+            dst_type=torch.int8,
+            quant_mode="perchannel",
+        )
+
+
+def test_casts_to_hif8_and_back():
+    values = torch.tensor([*formats.hif8().values()]).float()
+    values = values[~values.isnan()]
+    codes = torch_npu.npu_dtype_cast(values.npu(), TYPES["hif8"])
+    same(formats.values_of(codes, "hif8"), values)
+    back = torch_npu.npu_dtype_cast(codes, torch.float32, input_dtype=TYPES["hif8"])
+    same(back.cpu(), values)
+    x = torch.randn(1000)
+    codes = torch_npu.npu_dtype_cast(x.npu(), TYPES["hif8"])
+    same(formats.values_of(codes, "hif8"), formats.rounded(x, "hif8"))

@@ -3,6 +3,8 @@
 """Operators of Ascend950, which compute in formats of eight and four bits: their tests run in a
 process on that chip, because a process sees one chip. Other chips refuse them."""
 
+import importlib
+import json
 import os
 import re
 import sys
@@ -14,21 +16,52 @@ import torch_npu
 from ascend_emulator import chips
 
 HERE, CHIP = Path(__file__).parent, "Ascend950PR_9599"
+sys.path.insert(0, str(HERE))
+formats, hccl_ranks, mc2_layer = map(
+    importlib.import_module, ("narrow_formats", "hccl_ranks", "mc2_layer")
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("attention", 14), ("quantization", 30), ("matmuls", 30)]
+    ("names", "least"),
+    [("attention", 14), ("quantization", 30), ("matmuls", 30), ("fused connections", 30)],
 )
-def test_on_ascend950(run, name, least):
+def test_on_ascend950(run, names, least):
     # Without conftest.py: calls are noted for this session.
     pytest_of = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    command = [*pytest_of, "--soc", CHIP, str(HERE / f"{name}_of_950.py")]
+    files = [str(HERE / f"{name}_of_950.py") for name in names.split()]
+    command = [*pytest_of, "--soc", CHIP, *files]
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     done = run("run", "--soc", CHIP, "--", *command, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
     assert int(passed[1]) > least
+
+
+def test_dispatch_with_shared_exponents(run):
+    done = run(
+        "run", "--npus", "2", "--soc", CHIP, "--", sys.executable, HERE / "dispatch_of_950.py"
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    xs = [hccl_ranks.data(rank, (5, 1056), torch.bfloat16) for rank in range(2)]
+    ids = [mc2_layer.routing(rank, 5, 2, 4) for rank in range(2)]
+    for rank, answer in enumerate(answers):
+        expected = torch.cat(
+            [
+                xs[source][(ids[source] == expert).any(1)]
+                for expert in (2 * rank, 2 * rank + 1)
+                for source in range(2)
+            ]
+        )
+        for kind, (codes, scales, numbers) in answer.items():
+            values, exponents = formats.quantized(expected, kind, 0)
+            assert sum(numbers) == len(expected)
+            stored = formats.values_of(torch.tensor(codes, dtype=torch.uint8), kind)
+            assert torch.equal(stored, values)
+            assert torch.equal(torch.tensor(scales)[:, :33], exponents.long())
+            assert not torch.tensor(scales)[:, 33:].any()
 
 
 @pytest.mark.parametrize(

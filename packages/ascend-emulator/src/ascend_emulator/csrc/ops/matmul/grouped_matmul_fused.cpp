@@ -2,7 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Grouped matmuls with what follows them: finalizing the routing of experts, and SwiGLU with
 // quantization.
-#include "grouped_call.h"
+#include "grouped_float_product.h"
+#include "ops/quantization/mx_groups.h"
 
 using namespace emu;
 using namespace emu::grouped;
@@ -63,6 +64,43 @@ CHECKED(aclnnGroupedMatmulFinalizeRoutingWeightNzV2,
     (Finalize<Weight> call, Opt<Ints> tuning_config, Tensor out), { return call.computation(out); })
 
 namespace {
+
+// float8, HiF8 and float4 on Ascend950: op-plugin's page of npu_grouped_matmul_swiglu_quant_v2. The
+// result is in the form of the inputs, with shared exponents or with a scale of each row.
+Computation swiglu_quant_of_floats(const Tensor& x, const Tensor& weight,
+    const Tensor& weight_scale, const Tensor& x_scale, const Tensor& list, int64_t list_kind,
+    int64_t dequant_dtype, const Tensor& out, const Tensor& out_scale) {
+  require_emulated(
+      dequant_dtype == 0, "dequant_dtype ", dequant_dtype, " is not emulated; torch.float32 is");
+  const bool exponents = out_scale.scalar_type() == at::kFloat8_e8m0fnu;
+  const int64_t n = columns_of(out) * 2;
+  const Grouped call{{x}, {weight}, Lists(), Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list,
+      3, 0, list_kind, 0, {at::empty({1, 1}, at::kFloat).expand({x.size(0), n})}};
+  FloatGroups{call}.check();
+  rule("grouped_matmul_swiglu.exponents-alike",
+      exponents == (weight_scale.scalar_type() == at::kFloat8_e8m0fnu), "weight_scale is ",
+      weight_scale.scalar_type(), " and output_scale ", out_scale.scalar_type(),
+      "; float8_e8m0fnu is allowed for both or neither");
+  if (exponents) {
+    rule("grouped_matmul_swiglu.exponent-columns", n % 128 == 0, "weight has ", n,
+        " columns; with float8_e8m0fnu scales multiples of 128 are allowed");
+    check_mx_scales({x.size(0), n / 2}, -1, kGroup, out_scale);
+  }
+  return [=] {
+    auto mine = call;
+    const auto values = at::zeros({x.size(0), n}, at::kFloat);
+    mine.out = {values};
+    FloatGroups{mine}.run();
+    const auto parts = rows_of(list, list_kind, x.size(0));
+    const int64_t rows = parts.empty() ? 0 : parts.back().last;
+    if (rows == 0) return;
+    const auto halves = values.narrow(0, 0, rows).chunk(2, -1);
+    const auto gated = at::silu(halves[0]) * halves[1];
+    const auto result = out.narrow(0, 0, rows), scales = out_scale.narrow(0, 0, rows);
+    if (exponents) mx_groups("rint", kGroup, 0, 0, 0).run(gated, -1, result, scales);
+    else quantize_along(gated, {-1}, 0, result, scales);
+  };
+}
 
 // Limits of shapes and combinations of dtypes: documentation of npu_grouped_matmul_swiglu_quant_v2
 // for Atlas A2 and A3.
@@ -128,6 +166,9 @@ template <class WeightList> struct SwigluQuant {
       quant_mode, list_kind, tuning_config, out, out_scale)
 
   Computation computation() const {
+    if (is_low_precision(x))
+      return swiglu_quant_of_floats(x, weight.at(0), weight_scale.at(0), x_scale, list, list_kind,
+          dequant_dtype, out, out_scale);
     return swiglu_quant(x, weight.at(0), weight_scale.at(0),
         empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,
         list_kind, out, out_scale);

@@ -4,6 +4,7 @@
 //
 // Received rows are ordered by local expert, source rank and token; ep_recv_counts has the end of
 // the rows of each (local expert, source rank).
+#include "ops/quantization/mx_groups.h"
 #include "ops/quantization/quantized.h"
 #include "moe_distribute.h"
 
@@ -35,6 +36,9 @@ struct Dispatch : DispatchInputs, DispatchResults {
 
   bool words() const { return x.scalar_type() == at::kInt; }
   bool scaled() const { return words() || quant_mode == 2; }
+  bool exponents() const { return quant_mode == 4; }
+  // Bytes of a row's shared exponents, which are sent behind its values.
+  int64_t exponent_bytes() const { return exponents() ? dynamic_scales.size(1) : 0; }
 
   void check_arguments() const {
     const bool a2 = is_chip("Ascend910B");
@@ -43,15 +47,16 @@ struct Dispatch : DispatchInputs, DispatchResults {
     const int64_t hidden = x.size(1), choices = expert_ids.size(1);
     at.check_tokens(expert_ids, x_active_mask, hidden, words());
     at.check_buffer(expert_ids.size(0), choices, hidden, x.element_size());
-    // 1, 3 and 4 (static, per group, MX) are of Ascend950.
-    one_of("quant_mode", quant_mode,
-        words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
+    // 1, 3 and 4 (static, per group, MX) are of Ascend950; of these MX is emulated.
+    const bool has_mx = is_chip("Ascend950") && at.version == Version::two;
+    using Modes = std::initializer_list<int64_t>;
+    one_of("quant_mode", quant_mode, words() ? Modes{0} : has_mx ? Modes{0, 2, 4} : Modes{0, 2});
     if (words()) {
       one_of("comm_alg, with an int32 x,", at.algorithm, {std::string("fullmesh")});
       require(!absent(scales), "scales is None; with an int32 x it is needed");
       shape("scales", *scales, {x.size(0)});
-    } else if (quant_mode == 0) {
-      require(absent(scales), "scales is given; with quant_mode 0, None is allowed");
+    } else if (quant_mode != 2) {
+      require(absent(scales), "scales is given; with quant_mode ", quant_mode, ", None is allowed");
     } else if (!absent(scales)) {
       shape("scales", *scales, {at.shared + at.experts, hidden});
     }
@@ -62,9 +67,16 @@ struct Dispatch : DispatchInputs, DispatchResults {
       require(at.algorithm != "hierarchy",
           "expert_scales is None; with comm_alg hierarchy it is needed");
     }
-    require(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()),
-        "the dtype of expand_x is ", expand_x.scalar_type(),
-        "; without y_dtype it follows from x and quant_mode");
+    if (exponents()) {
+      one_of("y_dtype, with quant_mode 4,", expand_x, {at::kFloat8_e4m3fn, at::kFloat8_e5m2});
+      one_of("dynamic_scales", dynamic_scales, {at::kFloat8_e8m0fnu});
+      shape("dynamic_scales", dynamic_scales,
+          {expand_x.size(0), (hidden + 2 * kGroup - 1) / (2 * kGroup) * 2});
+    } else {
+      require(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()),
+          "the dtype of expand_x is ", expand_x.scalar_type(),
+          "; without y_dtype it follows from x and quant_mode");
+    }
     const int64_t most = at.most_rows(choices);
     require(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most,
         "expand_x has shape ", expand_x.sizes(), "; it must be at least [", most, ", ", hidden,
@@ -101,6 +113,12 @@ struct Dispatch : DispatchInputs, DispatchResults {
       store_rounded(at::where(most > 0, fp32 * factor, at::zeros_like(fp32)), values, false);
       scale = (1.0 / factor).squeeze(1);
     }
+    auto codes = at::empty({rows, exponent_bytes()}, at::kByte);
+    if (exponents()) {
+      const auto quotients = at::empty({rows, x.size(1)}, expand_x.options());
+      mx_groups("rint", kGroup, 0, 0, 0).run(values, -1, quotients, codes.unflatten(-1, {-1, 2}));
+      values = quotients;
+    }
     auto weight = at::zeros({rows}, at::kFloat);
     if (!absent(expert_scales)) {
       const auto last = choice.clamp_max(expert_ids.size(1) - 1);
@@ -109,7 +127,7 @@ struct Dispatch : DispatchInputs, DispatchResults {
     const auto bytes = [](const Tensor& column) {
       return column.unsqueeze(1).contiguous().view(at::kByte);
     };
-    return at::concat({values.contiguous().view(at::kByte), bytes(scale), bytes(weight),
+    return at::concat({values.contiguous().view(at::kByte), codes, bytes(scale), bytes(weight),
                           bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
         1);
   }
@@ -147,7 +165,8 @@ struct Dispatch : DispatchInputs, DispatchResults {
 
   void copy_if_given(const std::vector<std::vector<Slots>>& routes, const Tensor& table,
       const std::vector<Tensor>& in) const {
-    const int64_t ranks = at.ranks(), own = at.local(at.on->rank), width = in[0].size(1) - kTail;
+    const int64_t ranks = at.ranks(), own = at.local(at.on->rank), tail = in[0].size(1) - kTail,
+                  width = tail - exponent_bytes();
     std::vector<Tensor> pieces;
     std::vector<int64_t> sources, used(ranks);
     for (int64_t local = 0; local < own; ++local) {
@@ -163,10 +182,14 @@ struct Dispatch : DispatchInputs, DispatchResults {
     require(rows <= expand_x.size(0), "this rank receives ", rows, " rows; expand_x has ",
         expand_x.size(0));
     const auto column = [&](int64_t which, at::ScalarType type) {
-      return all.narrow(1, width + 4 * which, 4).contiguous().view(type).view({rows});
+      return all.narrow(1, tail + 4 * which, 4).contiguous().view(type).view({rows});
     };
     expand_x.narrow(0, 0, rows)
         .copy_(all.narrow(1, 0, width).contiguous().view(expand_x.scalar_type()));
+    if (exponents())
+      dynamic_scales.view(at::kByte)
+          .narrow(0, 0, rows)
+          .copy_(all.narrow(1, width, exponent_bytes()));
     if (scaled()) dynamic_scales.view({-1}).narrow(0, 0, rows).copy_(column(0, at::kFloat));
     if (!absent(expert_scales)) expand_scales.narrow(0, 0, rows).copy_(column(1, at::kFloat));
     const auto by_expert = table.sum(0);

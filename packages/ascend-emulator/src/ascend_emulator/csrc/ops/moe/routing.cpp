@@ -5,6 +5,7 @@
 // (torch_npu/_op_plugin_docs.py, BSD), its shape functions, and op-plugin's tests.
 #include <numeric>
 
+#include "ops/quantization/mx_groups.h"
 #include "ops/quantization/quantized.h"
 #include "ops/rows/rows.h"
 
@@ -155,6 +156,24 @@ CHECKED(aclnnMoeInitRouting,
 
 namespace {
 
+// Of a byte each; ATen moves no values of these dtypes.
+Tensor as_bytes(const Tensor& x) { return format_of(x.scalar_type()) ? x.view(at::kByte) : x; }
+
+// Modes of npu_moe_init_routing_v2 on Ascend950, which store float8, HiF8 and float4.
+void quantize_routed(const Tensor& rows, int64_t mode, const Opt<Tensor>& scale, const Tensor& out,
+    const Opt<Tensor>& scale_out) {
+  if (mode == 6 || mode == 7) {
+    const auto values = rows.to(at::kFloat);
+    encode(mode == 7 ? values * *scale : values, out, formats::Rounding::round, true);
+  } else if (mode == 8) {
+    quantize_along(rows.to(at::kFloat), {-1}, 0, out, scale_out->narrow(0, 0, rows.size(0)));
+  } else {
+    const auto pairs = scale_out->narrow(0, 0, rows.size(0)).view(at::kByte);
+    mx_groups("rint", kGroup, mode == 9 ? 0 : 1, 0, 0)
+        .run(rows, -1, out, pairs.dim() == 3 ? pairs : pairs.unflatten(-1, {-1, 2}));
+  }
+}
+
 struct Routing {
   int64_t capacity, experts, padded, first, last, scatter, quant_mode, count_kind;
   bool count;
@@ -203,9 +222,17 @@ struct Routing {
     if (to.empty()) return;
     const auto places = at::tensor(to, at::kLong), sources = at::tensor(from, at::kLong),
                of_token = sources.floor_divide(k);
-    const auto rows = x.index_select(0, of_token);
-    const auto out = expanded_x.view({-1, expanded_x.size(-1)});
+    const auto rows = as_bytes(x).index_select(0, of_token);
+    if (quant_mode != -1 && is_low_precision(expanded_x))
+      return quantize_routed(
+          rows, quant_mode, scale, expanded_x.narrow(0, 0, places.numel()), scale_out);
+    const auto out = as_bytes(expanded_x).view({-1, expanded_x.size(-1)});
     if (quant_mode == -1) {
+      if (scale && scale_out && scale->dim() > 1) {
+        as_bytes(*scale_out).index_copy_(0, places, as_bytes(*scale).index_select(0, of_token));
+        out.narrow(0, 0, places.numel()).copy_(rows);
+        return;
+      }
       padded ? out.index_copy_(0, places, rows) : out.narrow(0, 0, places.numel()).copy_(rows);
       if (scale && scale_out)
         scale_out->view({-1}).index_copy_(
@@ -255,7 +282,17 @@ CHECKED(aclnnMoeInitRoutingV3,
       if (padded)
         rule("moe_init_routing_v2.capacity",
             [&] { within("expert_capacity", capacity, int64_t{1}, x.size(0) - 1); });
-      if (scale && quant_mode > 0)
+      if (is_low_precision(expanded_x) && quant_mode != -1) {
+        require_emulated(quant_mode <= 9 && quant_mode != 4 && quant_mode != 5, "quant_mode ",
+            quant_mode, " is not emulated");
+        // op-plugin's test cuts the largest magnitude of a float16 group off to bfloat16.
+        require_emulated(quant_mode > 3 || x.scalar_type() != at::kHalf, "quant_mode ", quant_mode,
+            " of float16 is not emulated");
+        rule("moe_init_routing_v2.float-modes", !padded && scale.has_value() == (quant_mode == 7),
+            "drop_pad_mode is ", padded, " and scale ", scale ? "given" : "None",
+            "; with quant_mode ", quant_mode, " 0 and ", quant_mode == 7 ? "one value" : "None",
+            " are allowed");
+      } else if (scale && quant_mode > 0)
         rule("moe_init_routing_v2.dynamic-scale",
             scale->dim() == 2 && scale->size(1) == x.size(1) &&
                 (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),

@@ -4,6 +4,7 @@
 // npu_add_rms_norm_dynamic_quant and npu_rms_norm_quant (torch_npu/_op_plugin_docs.py), and the
 // golden functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include "normalization.h"
+#include "ops/quantization/low_precision.h"
 
 namespace {
 
@@ -17,6 +18,12 @@ void put_integers(Tensor out, const Tensor& x) {
   }
   const auto nibbles = x.round().clamp_(-8, 7).to(at::kLong).bitwise_and(15).unflatten(-1, {-1, 8});
   out.copy_(nibbles.bitwise_left_shift(at::arange(8) * 4).sum(-1).to(at::kInt));
+}
+
+// Integers, or on Ascend950 float8 or HiF8.
+void put_quantized(const Tensor& out, const Tensor& x) {
+  if (is_low_precision(out)) encode(x, out, formats::Rounding::rint, true);
+  else put_integers(out, x);
 }
 
 void check_factor(const char* name, const Opt<Tensor>& x, const Tensor& gamma) {
@@ -49,7 +56,7 @@ CHECKED(aclnnAddRmsNormQuantV2,
         Opt<Tensor> zero2, Opt<Tensor> beta, int64_t axis, double epsilon, bool divides, Tensor y1,
         Tensor y2, Tensor sum, Opt<Tensor> normed),
     {
-      check_add_norm(a, b, gamma, kHalves);
+      check_add_norm(a, b, gamma, is_chip("Ascend950") ? kFloating : kHalves);
       rule("add_rms_norm_quant.factors", [&] {
         for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2},
                  std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
@@ -62,9 +69,12 @@ CHECKED(aclnnAddRmsNormQuantV2,
         sum.copy_(total);
         copy_reshaped(normed, y);
         const auto flat = y.reshape({-1, gamma.numel()});
-        put_integers(y1.view({-1, gamma.numel()}), quantized(flat, scale1, zero1, divides));
-        if (scale2)
-          put_integers(y2.view({-1, gamma.numel()}), quantized(flat, scale2, zero2, divides));
+        put_quantized(y1.view({-1, gamma.numel()}), quantized(flat, scale1, zero1, divides));
+        const auto second = y2.view({-1, gamma.numel()});
+        // Without a second scale, Ascend950 quantizes by one (op-plugin's
+        // test_npu_add_rms_norm_quant.py).
+        if (scale2) put_quantized(second, quantized(flat, scale2, zero2, divides));
+        else if (is_chip("Ascend950")) put_quantized(second, flat);
       };
     })
 // The second scale and zero points must be None and div_mode true (op-plugin's
@@ -74,10 +84,11 @@ CHECKED(aclnnAddRmsNormQuant,
         Opt<Tensor> zero2, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2,
         Tensor sum),
     {
-      require(!scale2 && !zero2, "scales2 or zero_points2 is given; only None is allowed");
+      require((!scale2 && !zero2) || is_chip("Ascend950"),
+          "scales2 or zero_points2 is given; only None is allowed");
       require(divides, "div_mode is false; only true is allowed");
       return body_aclnnAddRmsNormQuantV2(
-          a, b, gamma, scale1, {}, zero1, {}, {}, axis, epsilon, true, y1, y2, sum, {});
+          a, b, gamma, scale1, scale2, zero1, zero2, {}, axis, epsilon, true, y1, y2, sum, {});
     })
 CHECKED(aclnnAddRmsNormDynamicQuantV2,
     (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> smooth1, Opt<Tensor> smooth2, Opt<Tensor> beta,
@@ -112,7 +123,7 @@ CHECKED(aclnnRmsNormQuantV3,
         const auto normed = rms(x.to(at::kFloat), gamma.view(-1), epsilon);
         auto out = normed.y;
         if (beta) out = out + beta->to(at::kFloat).view(-1);
-        put_integers(y, quantized(out, scale, offset, divides));
+        put_quantized(y, quantized(out, scale, offset, divides));
         copy_reshaped(rstd, normed.rstd);
       };
     })

@@ -3,8 +3,9 @@
 // Quantization in groups or blocks to formats of eight and four bits. Semantics and limits:
 // torch_npu's documentation of npu_dynamic_mx_quant, npu_dynamic_mx_quant_with_dual_axis,
 // npu_grouped_dynamic_mx_quant and npu_dynamic_block_quant (torch_npu/_op_plugin_docs.py, BSD),
-// op-plugin's page of npu_dynamic_block_quant; of npu_anti_mx_quant op-plugin's shape function.
-#include "low_precision.h"
+// op-plugin's pages of npu_dynamic_block_quant and npu_grouped_dynamic_block_quant; of
+// npu_anti_mx_quant op-plugin's shape function.
+#include "mx_groups.h"
 #include "quantized.h"
 
 using namespace emu;
@@ -13,71 +14,11 @@ using formats::ScaleRule;
 
 namespace {
 
-struct Mx {
-  formats::Rounding rounding;
-  int64_t block;
-  ScaleRule scale_rule;
-  double most, least;  // dst_type_max and max_low_bound
-
-  // The codes of shared exponents, [..., groups], of values [..., n] in float64, which become
-  // quotients by them.
-  Tensor divide(const Tensor& values, const Format& format) const {
-    const int64_t n = values.size(-1), groups = (n + block - 1) / block,
-                  rows = n ? values.numel() / n : 0;
-    auto sizes = values.sizes().vec();
-    sizes.back() = groups;
-    const auto codes = at::empty(sizes, at::kByte);
-    auto* value = values.mutable_data_ptr<double>();
-    auto* code = codes.mutable_data_ptr<uint8_t>();
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t first = 0; first < n; first += block) {
-        double* const group = value + row * n + first;
-        const int64_t size = std::min(block, n - first);
-        double largest = 0;
-        for (int64_t i = 0; i < size; ++i) {
-          const double magnitude = std::fabs(group[i]);
-          if (std::isnan(magnitude) || magnitude > largest) largest = magnitude;  // NaN stays
-        }
-        if (least > 0 && largest < least) largest = least;
-        *code = formats::scale_code(largest, format, scale_rule, most);
-        const int exponent = *code++ - 127;
-        for (int64_t i = 0; i < size; ++i) group[i] = std::ldexp(group[i], -exponent);
-      }
-    return codes;
-  }
-
-  // Quantizes along a dimension. Two successive groups are a pair in the last dimension of
-  // `scale`, an odd number of groups has a zero behind it.
-  void run(const Tensor& x, int64_t axis, const Tensor& out, const Tensor& scale) const {
-    if (x.numel() == 0) return;
-    const auto& format = Format::of(*format_of(out.scalar_type()));
-    const auto values = x.to(at::kDouble).movedim(axis, -1).clone(at::MemoryFormat::Contiguous);
-    auto codes = divide(values, format);
-    encode(values.movedim(-1, axis), out, rounding, true);
-    const int64_t groups = codes.size(-1);
-    if (groups % 2) codes = at::constant_pad_nd(codes, {0, 1});
-    const auto pairs = codes.unflatten(-1, {(groups + 1) / 2, 2});  // [..., groups / 2, 2]
-    scale.view(at::kByte).copy_(pairs.movedim(-2, at::maybe_wrap_dim(axis, x.dim())));
-  }
-};
-
-Mx rules_of(const Text& rounding, int64_t block, int64_t rule, double most, double least) {
-  return {rounding_of(rounding), block, static_cast<ScaleRule>(rule), most, least};
-}
-
 // Of the formats with four bits.
 void check_pairs(const Tensor& x, const Tensor& out) {
   if (!is_four_bits(out.scalar_type())) return;
   rule("dynamic_mx_quant.pairs", x.size(-1) % 2 == 0, "the last dimension of input is ", x.size(-1),
       "; it must be even for ", out.scalar_type());
-}
-
-void check_scales(const Tensor& x, int64_t axis, int64_t block, const Tensor& scale) {
-  auto sizes = x.sizes().vec();
-  auto& groups = sizes[at::maybe_wrap_dim(axis, x.dim())];
-  groups = ((groups + block - 1) / block + 1) / 2;
-  sizes.push_back(2);
-  shape("mxscale", scale, sizes);
 }
 
 void check_numbers(const Tensor& x, int64_t axis, int64_t block, int64_t alg, double most,
@@ -109,8 +50,8 @@ CHECKED(aclnnDynamicMxQuantV3,
       rule("dynamic_mx_quant.axis", [&] { within("axis", axis, -x.dim(), x.dim() - 1); });
       check_numbers(x, axis, block_size, scale_alg, dst_type_max, max_low_bound, out);
       check_pairs(x, out);
-      check_scales(x, axis, block_size, scale);
-      const auto mx = rules_of(round_mode, block_size, scale_alg, dst_type_max, max_low_bound);
+      check_mx_scales(x.sizes(), axis, block_size, scale);
+      const auto mx = mx_groups(round_mode, block_size, scale_alg, dst_type_max, max_low_bound);
       COMPUTE { mx.run(x, axis, out, scale); };
     })
 CHECKED(aclnnDynamicMxQuantV2,
@@ -136,9 +77,9 @@ CHECKED(aclnnDynamicMxQuantWithDualAxisV2,
       rank("input", x, 2, 7);
       check_numbers(x, -1, kGroup, scale_alg, dst_type_max, 0, out);
       check_pairs(x, out);
-      check_scales(x, -1, kGroup, scale);
-      check_scales(x, -2, kGroup, other_scale);
-      const auto mx = rules_of(round_mode, kGroup, scale_alg, dst_type_max, 0);
+      check_mx_scales(x.sizes(), -1, kGroup, scale);
+      check_mx_scales(x.sizes(), -2, kGroup, other_scale);
+      const auto mx = mx_groups(round_mode, kGroup, scale_alg, dst_type_max, 0);
       COMPUTE {
         mx.run(x, -1, out, scale);
         mx.run(x, -2, other_out, other_scale);
@@ -162,19 +103,8 @@ CHECKED(aclnnGroupedDynamicMxQuantV2,
           "; 32 is allowed");
       check_pairs(x, out);
       shape("mxscale", scale, {x.size(0) / (2 * kGroup) + group_index.numel(), x.size(1), 2});
-      const auto mx = rules_of(round_mode, block_size, scale_alg, dst_type_max, 0);
-      COMPUTE {
-        scale.view(at::kByte).zero_();
-        const auto groups = emu::rows_of(group_index, 0, x.size(0));
-        require(!groups.empty() && groups.back().last == x.size(0), "group_index ends at row ",
-            groups.empty() ? 0 : groups.back().last, "; it must be ", x.size(0));
-        for (const auto& [group, first, last] : groups) {
-          if (last == first) continue;
-          const int64_t rows = last - first, pairs = ((rows + kGroup - 1) / kGroup + 1) / 2;
-          mx.run(x.narrow(0, first, rows), 0, out.narrow(0, first, rows),
-              scale.narrow(0, first / (2 * kGroup) + group, pairs));
-        }
-      };
+      const auto mx = mx_groups(round_mode, block_size, scale_alg, dst_type_max, 0);
+      COMPUTE { mx.run_in_groups(x, group_index, out, scale); };
     })
 CHECKED(aclnnGroupedDynamicMxQuant,
     (Tensor x, Tensor group_index, Text round_mode, int32_t type, int64_t block_size, Tensor out,
@@ -189,7 +119,7 @@ CHECKED(aclnnAntiMxQuant, (Tensor x, Tensor scale, int64_t axis, int32_t, Tensor
   within("axis", axis, -x.dim(), x.dim() - 1);
   rule("anti_mx_quant.formats", is_low_precision(x), "x is ", x.scalar_type(),
       "; float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2 and float4_e1m2fn_x2 are allowed");
-  check_scales(out, axis, kGroup, scale);
+  check_mx_scales(out.sizes(), axis, kGroup, scale);
   COMPUTE {
     const auto values = decoded(x).movedim(axis, -1);
     const auto codes = scale.movedim(at::maybe_wrap_dim(axis, x.dim()), -2);
@@ -209,6 +139,15 @@ Tensor of_blocks(const Tensor& magnitudes, int64_t r, int64_t c) {
       .unflatten(-1, {-1, c})
       .unflatten(-3, {-1, r})
       .amax({-3, -1});
+}
+
+// Each value divided by its block's step; zero for a step of zero.
+Tensor quotient_by_blocks(const Tensor& values, const Tensor& step, int64_t r, int64_t c) {
+  const auto each = step.repeat_interleave(r, -2)
+                        .narrow(-2, 0, values.size(-2))
+                        .repeat_interleave(c, -1)
+                        .narrow(-1, 0, values.size(-1));
+  return at::where(each > 0, values / each, at::zeros_like(values));
 }
 
 }  // namespace
@@ -234,11 +173,7 @@ CHECKED(aclnnDynamicBlockQuantV2,
         const auto step =
             (of_blocks(values.abs(), row_block, column_block) / top).clamp_min(min_scale);
         scale.copy_(step);
-        const auto each = step.repeat_interleave(row_block, -2)
-                              .narrow(-2, 0, x.size(-2))
-                              .repeat_interleave(column_block, -1)
-                              .narrow(-1, 0, x.size(-1));
-        const auto quotient = at::where(each > 0, values / each, at::zeros_like(values));
+        const auto quotient = quotient_by_blocks(values, step, row_block, column_block);
         if (integers) store_rounded(quotient, out, false);
         else encode(quotient, out, rounding, true);
       };
@@ -249,4 +184,47 @@ CHECKED(aclnnDynamicBlockQuant,
     {
       return body_aclnnDynamicBlockQuantV2(
           x, min_scale, round_mode, type, row_block, column_block, 0, out, scale);
+    })
+
+// Rows [group_list[i - 1], group_list[i]) of x [..., rows, columns]. The scales of a group begin at
+// row group_list[i - 1] / row_block + i.
+CHECKED(aclnnGroupedDynamicBlockQuantV2,
+    (Tensor x, Tensor group_list, double min_scale, Text round_mode, int32_t, int64_t row_block,
+        int64_t column_block, int64_t group_list_type, double dst_type_max, Tensor out,
+        Tensor scale),
+    {
+      const auto kind = *format_of(out.scalar_type());
+      const bool hif8 = kind == formats::Encoding::hif8;
+      require_emulated(
+          !hif8 || round_mode == "round", "round_mode ", round_mode, " of HiF8 is not emulated");
+      // Its page divides by the scale that the page of npu_dynamic_block_quant multiplies by.
+      require_emulated(min_scale == 0, "min_scale ", min_scale, " is not emulated");
+      rule("grouped_block_quant.dst-type-max",
+          dst_type_max == 0 || (hif8 && dst_type_max > 0 && dst_type_max <= 32768),
+          "dst_type_max is ", dst_type_max, "; allowed: 0, and of HiF8 up to 32768");
+      COMPUTE {
+        scale.zero_();
+        if (x.numel() == 0) return;
+        const auto groups = emu::rows_of(group_list, 0, x.size(-2));
+        require(!groups.empty() && groups.back().last == x.size(-2), "group_list ends at row ",
+            groups.empty() ? 0 : groups.back().last, "; it must be ", x.size(-2));
+        const double top = dst_type_max > 0 ? dst_type_max : Format::of(kind).largest();
+        for (const auto& [group, first, last] : groups) {
+          if (last == first) continue;
+          const int64_t rows = last - first;
+          const auto values = x.narrow(-2, first, rows).to(at::kFloat);
+          const auto step = of_blocks(values.abs(), row_block, column_block) / top;
+          scale.narrow(-2, first / row_block + group, step.size(-2)).copy_(step);
+          encode(quotient_by_blocks(values, step, row_block, column_block),
+              out.narrow(-2, first, rows),
+              hif8 ? formats::Rounding::round : rounding_of(round_mode), true);
+        }
+      };
+    })
+CHECKED(aclnnGroupedDynamicBlockQuant,
+    (Tensor x, Tensor group_list, double min_scale, Text round_mode, int32_t type,
+        int64_t row_block, int64_t column_block, int64_t group_list_type, Tensor out, Tensor scale),
+    {
+      return body_aclnnGroupedDynamicBlockQuantV2(x, group_list, min_scale, round_mode, type,
+          row_block, column_block, group_list_type, 0, out, scale);
     })

@@ -83,6 +83,10 @@ CHECKED(aclnnDynamicQuantV2,
         Opt<Tensor> offset_out),
     {
       const bool four_bits = out.scalar_type() == at::kInt;
+      if (smooth)
+        rule("dynamic_quant.smooth-size", smooth->size(-1) == x.size(-1),
+            "the last dimension of smooth_scales is ", smooth->size(-1),
+            " and the last dimension of x is ", x.size(-1), "; they must be the same");
       COMPUTE {
         auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
         if (values.numel() == 0) return;
@@ -115,10 +119,19 @@ CHECKED(aclnnDynamicQuantV4,
       require_emulated(symmetric && !group_index && out.scalar_type() != at::kInt, "quant_mode ",
           mode, " with an offset, group_index or int4 is not emulated");
       const auto dims = mode == "pertoken" ? Ints{-1} : mode == "perchannel" ? Ints{-2} : Ints{};
+      // Along columns, the factors are those of rows (op-plugin's test_npu_dynamic_quant.py).
+      const bool of_rows = mode == "perchannel";
+      if (smooth)
+        rule("dynamic_quant.smooth-size-950", smooth->numel() == x.size(of_rows ? -2 : -1),
+            "smooth_scales has ", smooth->numel(), " elements; with quant_mode ", mode, " ",
+            x.size(of_rows ? -2 : -1), " are allowed");
       COMPUTE {
         if (x.numel() == 0) return;
         auto values = x.to(at::kFloat);
-        if (smooth) values = values * smooth->to(at::kFloat);
+        if (smooth) {
+          const auto factors = smooth->to(at::kFloat);
+          values = values * (of_rows ? factors.unsqueeze(-1) : factors);
+        }
         quantize_along(values, dims, dst_type_max, out, scale);
       };
     })
@@ -270,5 +283,64 @@ CHECKED(aclnnFakeQuantPerTensorAffineCachemask,
                       scale.to(at::kFloat), zero_point.to(at::kInt),
                       at::full({1}, enabled > 0 ? 1 : 0, at::kLong), least, most),
             out, mask);
+      };
+    })
+
+namespace {
+
+// The format of npu_quant_max's output, rounded as its round_mode says.
+void store_quotient(const Tensor& values, const Tensor& out, const Text& mode) {
+  require_emulated(mode != "hybrid", "round_mode hybrid is not emulated");
+  encode(values, out, rounding_of(mode), true);
+}
+
+}  // namespace
+
+// x * scale in another format, and the largest magnitude of x: torch_npu's documentation of
+// npu_quant_max (torch_npu/_op_plugin_docs.py, BSD).
+CHECKED(
+    aclnnQuantMax, (Tensor x, Tensor scale, Text round_mode, int64_t, Tensor out, Tensor amax), {
+      COMPUTE {
+        if (x.numel() == 0) return void(amax.zero_());
+        const auto values = x.to(at::kFloat);
+        store_quotient(values * scale.to(at::kFloat).reshape({}), out, round_mode);
+        amax.copy_(values.abs().amax().reshape({1}));
+      };
+    })
+// The same for rows [group_list[i - 1], group_list[i]) of the first dimension.
+CHECKED(aclnnGroupedQuantMax,
+    (Tensor x, Tensor scale, Opt<Tensor> group_list, Text round_mode, int64_t, Tensor out,
+        Tensor amax),
+    {
+      rule("quant_max.scale-size", group_list && scale.numel() == group_list->numel(), "scale has ",
+          scale.numel(), " elements; allowed: one for each group of group_list");
+      COMPUTE {
+        amax.zero_();
+        const auto groups = rows_of(*group_list, 0, x.size(0));
+        end_at(groups, x.size(0));
+        for (const auto& [group, first, last] : groups) {
+          if (last == first) continue;
+          const auto values = x.narrow(0, first, last - first).to(at::kFloat);
+          store_quotient(values * scale[group], out.narrow(0, first, last - first), round_mode);
+          amax[group].copy_(values.abs().amax());
+        }
+      };
+    })
+
+// The activation in float32, then quantization with given scales, or of rows: op-plugin's
+// test_npu_gelu_quant.py.
+CHECKED(aclnnGeluQuant,
+    (Tensor x, Opt<Tensor> scale, Opt<Tensor> offset, Text approximate, Text mode, Text, int32_t,
+        Tensor out, Opt<Tensor> out_scale),
+    {
+      const bool dynamic = mode == "dynamic";
+      rule("gelu_quant.scale-needed", dynamic || scale, "input_scale is None; static needs it");
+      COMPUTE {
+        auto values = at::gelu(x.to(at::kFloat), approximate == "tanh" ? "tanh" : "none");
+        if (scale) values = values * scale->to(at::kFloat);
+        if (!dynamic && offset) values = values + offset->to(at::kFloat);
+        if (dynamic) return quantize_along(values, {-1}, 0, out, *out_scale);
+        if (is_low_precision(out)) encode(values, out, formats::Rounding::rint, true);
+        else store_rounded(values, out, false);
       };
     })

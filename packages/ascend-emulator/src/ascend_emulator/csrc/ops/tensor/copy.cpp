@@ -2,9 +2,28 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Operators that copy and rearrange values.
 #include "operator/shapes.h"
+#include "ops/quantization/low_precision.h"
 #include "ops/upcast.h"
 
 namespace {
+
+// HiF8 and e1m2, with which ATen does not compute.
+bool is_own_format(const at::Tensor& x) {
+  return x.scalar_type() == at::kBits8 || x.scalar_type() == at::kBits4x2;
+}
+
+void check_cast(const at::Tensor& self, const at::Tensor& out) {
+  if (!emu::is_four_bits(self.scalar_type()) && !emu::is_four_bits(out.scalar_type()))
+    SAME(out, self);
+}
+
+// Values above the largest become infinite if the format has that, as in PyTorch's casts to float8.
+void cast(const at::Tensor& self, const at::Tensor& out) {
+  if (!is_own_format(self) && !is_own_format(out)) return void(out.copy_(self));
+  const auto values = is_own_format(self) ? emu::decoded(self) : self.to(at::kFloat);
+  if (is_own_format(out)) emu::encode(values, out, emu::formats::Rounding::rint, false);
+  else out.copy_(values);
+}
 
 // Shapes may differ in one dimension; empty one-dimensional tensors are ignored, as in torch.cat.
 emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
@@ -48,8 +67,20 @@ emu::Shape repeat_shape(const at::Tensor& self, const emu::Ints& repeats) {
   return shape;
 }
 
+// Two values of four bits are a byte, so that the last dimension is padded by half as many.
+emu::Ints pads_of_bytes(const at::Tensor& self, emu::Ints pad) {
+  if (!emu::is_four_bits(self.scalar_type())) return pad;
+  for (size_t i = 0; i < std::min<size_t>(pad.size(), 2); ++i) {
+    emu::require(pad[i] % 2 == 0, "pad has ", pad[i],
+        " in the last dimension; of float4 even numbers are allowed");
+    pad[i] /= 2;
+  }
+  return pad;
+}
+
 // Pairs of numbers, from the last dimension backwards.
-emu::Shape pad_shape(const at::Tensor& self, const emu::Ints& pad) {
+emu::Shape pad_shape(const at::Tensor& self, const emu::Ints& given) {
+  const auto pad = pads_of_bytes(self, given);
   const auto pairs = static_cast<int64_t>(pad.size()) / 2;
   emu::require(pad.size() % 2 == 0 && pairs <= self.dim(), "pad has ", pad.size(),
       " numbers; allowed: an even number, ", 2 * self.dim(), " at most");
@@ -62,7 +93,7 @@ emu::Shape pad_shape(const at::Tensor& self, const emu::Ints& pad) {
 
 SHAPED(
     aclnnInplaceCopy, (Tensor self, Tensor source), EXPANDS(self, source), { self.copy_(source); })
-SHAPED(aclnnCast, (Tensor self, DType, Tensor out), SAME(out, self), { out.copy_(self); })
+SHAPED(aclnnCast, (Tensor self, DType, Tensor out), check_cast(self, out), { cast(self, out); })
 SHAPED(aclnnCat, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, cat_shape(tensors, dim)),
     { at::concat_out(out, tensors, dim); })
 SHAPED(aclnnStack, (Tensors tensors, int64_t dim, Tensor out),

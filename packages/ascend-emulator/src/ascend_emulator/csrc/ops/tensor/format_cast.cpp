@@ -39,7 +39,7 @@ ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat,
         require(sizes.size() >= 2, "FRACTAL_NZ needs at least two dimensions; found ",
             source->value.sizes());
         one_of("the dtype", source->value,
-            {at::kChar, at::kHalf, at::kBFloat16, at::kFloat, at::kInt});
+            {at::kChar, at::kHalf, at::kBFloat16, at::kFloat, at::kInt, at::kFloat8_e4m3fn});
         const int64_t c0 = 32 / static_cast<int64_t>(c10::elementSize(to_scalar_type(additional)));
         require_emulated(
             c0 >= 16, "customize_dtype of four bytes lays out packed int4, which is not emulated");
