@@ -53,7 +53,9 @@ def check_chip(schemes: Iterable[str]) -> None:
     found, served = extension.installation.chip_name(), extension.chip_family().quantization
     names = [] if served is None else sorted(set(schemes) - set(served))
     if found and names:
-        others = [family.name for family in extension.CHIP_FAMILIES if _are_in(names, family.quantization)]
+        others = [
+            family.name for family in extension.CHIP_FAMILIES if _are_in(names, family.quantization)
+        ]
         several = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]]))
         where = f"are supported on {several}" if others else "no chip has all of"
         fix = f"a checkpoint of {', '.join(served or ())}, or " if served else ""
