@@ -85,10 +85,10 @@ UNITS = {
     "launch": ("operator",),
     "composed": ("hccl", "ops/mc2", "ops/legacy"),
     "layers": (
-        *("ops/tensor", "ops/matmul", "ops/quantization"),
-        *("ops/moe", "ops/normalization", "ops/transformer"),
+        *("ops/matmul", "ops/quantization", "ops/moe"),
+        *("ops/normalization", "ops/transformer"),
     ),
-    "nn": ("ops/math", "ops/nn"),
+    "nn": ("ops/math", "ops/nn", "ops/tensor"),
     "attention": ("ops/attention", "ops/atb"),
     "kernels": ("ops/rows", "ops/matmul/kernels", "ops/attention/kernels"),
 }

@@ -89,8 +89,8 @@ CHECKED(aclnnFlashAttentionScoreV4,
       require_emulated(keep == 1, "dropout by the seed ", seed, " and the offset ", offset,
           " is not emulated; keep_prob is ", keep);
       require_emulated(out_dtype == 0, "out_dtype ", out_dtype, " is not emulated; 0 is");
-      refuse_given("d_scale_q, d_scale_k or d_scale_v", in.query_scale, in.key_scale,
-          in.value_scale);
+      refuse_given(
+          "d_scale_q, d_scale_k or d_scale_v", in.query_scale, in.key_scale, in.value_scale);
       return forward(in, {scale, keep, before, after, heads, layout, inner_precise, sparse_mode},
           to, {prefix, ends, starts, pse_type, stats_layout, in.sink});
     })

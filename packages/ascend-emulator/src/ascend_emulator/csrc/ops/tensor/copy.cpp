@@ -115,7 +115,7 @@ void not_too_many(const at::Tensor& out) {
 }
 
 // ATen writes outside of its result before it refuses them.
-void not_negative(const at::Tensor& repeats) {
+void repeats_not_negative(const at::Tensor& repeats) {
   const auto least = repeats.numel() ? repeats.min().item<int64_t>() : 0;
   emu::check(least >= 0, emu::kOpFailed, "repeats has the value ", least,
       ", which is out of range; allowed: from 0");
@@ -123,12 +123,12 @@ void not_negative(const at::Tensor& repeats) {
 }  // namespace
 SHAPED(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out),
     not_too_many(out), {
-      not_negative(repeats);
+      repeats_not_negative(repeats);
       out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size));
     })
 SHAPED(aclnnRepeatInterleaveWithDim,
     (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out), {
-      not_negative(repeats);
+      repeats_not_negative(repeats);
       out.copy_(at::repeat_interleave(self, repeats, dim, size));
     })
 SHAPED(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor out),
@@ -142,7 +142,7 @@ OP(aclnnChannelShuffle, (Tensor self, int64_t groups, Tensor out),
 OP(aclnnChunkCat, (Tensors tensors, int64_t dim, int64_t chunks, Tensor out),
     { out.copy_(at::_chunk_cat(tensors, dim, chunks)); })
 OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out), {
-  not_negative(repeats);
+  repeats_not_negative(repeats);
   out.copy_(at::repeat_interleave(to_int64(repeats), Opt<int64_t>(total)));
 })
 OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out),
