@@ -135,14 +135,14 @@ class FloatMatrix:
     spec: FloatSpec
     values: Any
     scale: torch.Tensor
-    own: torch.Tensor
+    exact: torch.Tensor
 
     def numbers(self) -> torch.Tensor:
-        return self.own
+        return self.exact
 
     def wrong(self) -> FloatMatrix:
         """With scales that are a quarter too large."""
-        return FloatMatrix(self.spec, self.values, self.scale, self.own * 1.25)
+        return FloatMatrix(self.spec, self.values, self.scale, self.exact * 1.25)
 
     def stored(self, form: str) -> dict[str, torch.Tensor]:
         """The tensors in a checkpoint; channels have a column of scales."""

@@ -210,16 +210,14 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         is_linear = isinstance(layer, LinearBase)  # Rules may be for vLLM's name of it.
         found = self.get_scheme_dict(layer, prefix) if is_linear else schemes[0]
         weights: Any = found and found["weights"]
+        inputs: Any = found and found.get("input_activations")
         if fp8 := fp8_form(weights):
-            target = fp8_target()
-            if target == "native" and not found["input_activations"]:
-                target = "dequantize"
-            return method_of(layer, fp8, prefix, target)
+            is_weight_only = inputs is None and fp8_target() == "native"
+            return method_of(layer, fp8, prefix, "dequantize" if is_weight_only else None)
         if found is None and not is_linear:
             return UnquantizedFusedMoEMethod(own.moe_config)
         if found is None:
             return super().get_quant_method(layer, prefix)
-        inputs: Any = found.get("input_activations")
         form = str(found.get("format") or self.quant_format)
         scheme = SCHEMES[scheme_of(weights, inputs, form)]
         if is_linear and scheme.name == "W4A16_MXFP4":

@@ -89,8 +89,7 @@ class OnlineLinearMethod(Mxfp8OnlineLinearMethod):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         matrix = in_mxfp8(self.get_weight_for_quantization(layer).contiguous())
-        packed = dict(zip(SCHEME.packed, matrix, strict=False))
-        replace(layer, ("weight",), packed)
+        replace(layer, ("weight",), {"weight": matrix.weight, "weight_scale": matrix.scale})
         self.kernel.process_weights_after_loading(layer)
         layer._already_called_process_weights_after_loading = True
 

@@ -207,8 +207,12 @@ class MXScheme(FloatScheme):
         self.check_groups(inputs, matrix.scale.shape[-1], matrix.weight.dim() > 2, layer)
         return matrix
 
+    def step(self, experts: bool) -> int:
+        """A number that divides the inputs of a matrix."""
+        return GROUP
+
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
-        step = GROUP if self.bits == 8 else 2 * GROUP  # npu_quant_matmul, of e4m3 and e2m1
+        step = self.step(experts)
         if inputs != groups * GROUP or inputs % step:
             raise RefusedError(
                 f"{layer} is {self.name} with {groups} exponents per channel for this rank's"
@@ -264,9 +268,8 @@ class W4A8MXFP(MXScheme):
     name = "W4A8_MXFP"
     width = 4
 
-    def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
-        checked = WIDE if experts else super()
-        checked.check_groups(inputs, groups, experts, layer)
+    def step(self, experts: bool) -> int:
+        return GROUP if experts else 2 * GROUP  # npu_quant_matmul, of e4m3 and e2m1
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if matrix.weight.dim() == 2:
