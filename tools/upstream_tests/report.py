@@ -9,6 +9,21 @@ import fnmatch
 import re
 from collections import Counter
 
+# A refusal of the emulator, with its rule and class or only with its class.
+RULE = re.compile(
+    r"\(rule ([\w.-]+), ([\w ]+): |\((CANN refuses, inferred|undefined on the device)\)"
+)
+OPERATOR = re.compile(r"\[ascend-emulator\] (?:acl\w+: )?((?:acl|Hccl)\w+): ")
+GAP = re.compile(r"aclnn\w+: ([^\n]*\bis not emulated[^\n(]*)")
+PLACE = re.compile(r"^(\S+\.py:\d+): ", re.MULTILINE)
+BROKEN, BY_RULE, BY_NAME = "broken in the test itself", "refused by the emulator", "not emulated"
+# `what` of an explanation.
+WHAT = {
+    "broken": BROKEN,
+    "refused": BY_RULE,
+    "version": "of another torch_npu than the published one",
+    "chip": "for other chips, which the file does not say",
+}
 OUTCOMES = ["passed", "failed", "refused", "crashed", "timed out", "other chip", "skipped"]
 BAD = ["failed", "refused", "crashed", "timed out"]
 
@@ -33,15 +48,47 @@ def file_outcome(cases: dict) -> str:
     )
 
 
-def reason(identifier: str, message: str, explanations: list[dict]) -> str | None:
+def explanation(identifier: str, message: str, explanations: list[dict]) -> dict | None:
     """The first explanation whose patterns match."""
     for entry in explanations:
         matches = any(
             fnmatch.fnmatchcase(identifier, pattern) for pattern in entry.get("cases", ["*"])
         )
         if matches and re.search(entry.get("error", ""), message):
-            return " ".join(entry["reason"].split())
+            return entry
     return None
+
+
+def reason(identifier: str, message: str, explanations: list[dict]) -> str | None:
+    """The text of the first explanation whose patterns match."""
+    entry = explanation(identifier, message, explanations)
+    return " ".join(entry["reason"].split()) if entry else None
+
+
+def verdict(told: dict, entry: dict | None) -> str:
+    """The outcome of a case, or whose fault it is that it did not pass."""
+    if told["outcome"] == "refused":
+        return BY_NAME
+    if told["outcome"] not in BAD:
+        return told["outcome"]
+    if entry and "what" in entry:
+        return WHAT[entry["what"]]
+    if RULE.search(told["message"]) or GAP.search(told["message"]):
+        return BY_RULE
+    return told["outcome"]
+
+
+def refusal(message: str) -> str:
+    """The rule of a refusal and its class, or what is not emulated."""
+    if gap := GAP.search(message):
+        return gap[1].strip()
+    found = RULE.search(message)
+    if not found:
+        return ""
+    if found[1]:
+        return f"`{found[1]}`, {found[2]}"
+    operator = OPERATOR.search(message)
+    return f"`{operator[1]}`: {found[3]}" if operator else found[3]
 
 
 def markdown(result: dict, settings: dict, earlier: str = "") -> str:
@@ -122,6 +169,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def _suite(suite: str, files: dict, explanations: list[dict]) -> str:
     by_reason: dict[str, list[str]] = {}
+    by_refusal: dict[str, list[str]] = {}
+    verdicts: Counter = Counter()
     unexplained = []
     refused: dict[str, Counter] = {}
     for name, cases in sorted(files.items()):
@@ -130,12 +179,29 @@ def _suite(suite: str, files: dict, explanations: list[dict]) -> str:
                 refused.setdefault(entry_point, Counter())[name] += 1
             if told["outcome"] not in BAD:
                 continue
-            why = reason(f"{suite}/{name}::{case}", told["message"], explanations)
-            if why:
-                by_reason.setdefault(why, []).append(f"{name}::{case}")
+            entry = explanation(f"{suite}/{name}::{case}", told["message"], explanations)
+            what = verdict(told, entry)
+            verdicts[what] += 1
+            place = PLACE.search(told["message"])
+            has_line = what in (*WHAT.values(), BY_RULE)
+            shown = f"{name}::{case}" + (f", {place[1]}" if has_line and place else "")
+            if entry:
+                why = " ".join(entry["reason"].split())
+                by_reason.setdefault(why, []).append(shown)
+            elif what == BY_RULE:
+                by_refusal.setdefault(refusal(told["message"]), []).append(shown)
             elif told["outcome"] != "refused":
                 unexplained.append((f"{name}::{case}", told["outcome"], _line(told["message"])))
     parts = [f"## {suite}\n"]
+    if verdicts:
+        parts.append("### Cases that did not pass\n")
+        parts.append(
+            table(["what", "cases"], [[what, str(n)] for what, n in verdicts.most_common()])
+        )
+    if by_refusal:
+        parts.append("### Refused by the emulator, by rule\n")
+        for rule, names in sorted(by_refusal.items(), key=lambda item: -len(item[1])):
+            parts.append(f"- {rule}\n" + "".join(f"    - `{name}`\n" for name in names))
     parts.append("### Failures and their reasons\n" if by_reason else "")
     for why, names in by_reason.items():
         parts.append(f"- {why}\n" + "".join(f"    - `{name}`\n" for name in names))

@@ -31,7 +31,9 @@ IMPORT = "(import)"
 EXPECTED = "failed, as expected"
 IDLE = "allocated nothing on the device"
 START = 120  # Seconds until a file is imported, or the deadline of a case if that is longer.
-REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
+REFUSED = re.compile(
+    r"\b((?:acl|Hccl|hccl|rt|Atb)\w+) is not emulated|legacy graph operator '(\w+)'"
+)
 # Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
 ELSEWHERE = re.compile(
     r"failed earlier|arguments were refused|Inner error is reported|synchronize failed"
@@ -352,8 +354,9 @@ def _text(error: BaseException) -> str:
     where = next(
         (
             f"{Path(f.filename).name}:{f.lineno}: {f.line}"
+            for beginning in ("test_", "")  # The file itself rather than unittest's or torch_npu's.
             for f in reversed(frames)
-            if "test" in Path(f.filename).name
+            if "test" in Path(f.filename).name and Path(f.filename).name.startswith(beginning)
         ),
         "",
     )

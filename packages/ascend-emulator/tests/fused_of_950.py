@@ -328,3 +328,34 @@ def test_norms_with_given_scales(shifted, dtype, kind):
             )
             assert int(apart.abs().max()) <= 1
             assert float(apart.abs().double().mean()) < 0.005
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e2m1"])
+def test_experts_and_their_weighted_sum(kind):
+    torch.manual_seed(0)
+    x, w, x_scale, w_scale, a, b = matrices_of_experts(kind, 8, 128, 256, 2)
+    logit, rows = torch.rand(8), torch.randint(4, (8,))
+    bias, shared = torch.randn(2, 256).bfloat16(), torch.randn(2, 256).bfloat16()
+    names = {"x_dtype": TYPES[kind], "w_dtype": TYPES[kind]} if kind == "e2m1" else {}
+    y = torch_npu.npu_grouped_matmul_finalize_routing(
+        x.npu(),
+        w.npu().transpose(1, 2),
+        torch.tensor([3, 5]).npu(),
+        bias=bias.npu(),
+        scale=w_scale.npu().transpose(1, 2),
+        pertoken_scale=x_scale.npu(),
+        shared_input=shared.npu(),
+        logit=logit.npu(),
+        row_index=rows.npu(),
+        shared_input_offset=1,
+        output_bs=4,
+        group_list_type=1,
+        scale_dtype=formats.E8M0,
+        pertoken_scale_dtype=formats.E8M0,
+        **names,
+    )
+    values = torch.cat([a[:3] @ b[0].t() + bias[0], a[3:] @ b[1].t() + bias[1]])
+    expected = torch.zeros(4, 256).double()
+    expected[1:3] = shared.double()
+    expected.index_add_(0, rows, values * logit[:, None].double())
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-4, atol=1e-4)

@@ -400,3 +400,19 @@ def test_casts_to_hif8_and_back():
     x = torch.randn(1000)
     codes = torch_npu.npu_dtype_cast(x.npu(), TYPES["hif8"])
     same(formats.values_of(codes, "hif8"), formats.rounded(x, "hif8"))
+
+
+def test_padding_of_four_and_eight_bits():
+    x = torch.arange(16, dtype=torch.uint8).reshape(2, 8)
+    four = torch_npu.npu_dynamic_mx_quant(torch.randn(2, 64).bfloat16().npu())[0]
+    packed = four.view(torch.float4_e2m1fn_x2)
+    padded = torch.constant_pad_nd(packed, (2, 4, 0, 1)).view(torch.uint8)
+    assert padded.shape == (3, 35)
+    assert torch.equal(padded[:2, 1:33].cpu(), four.view(torch.uint8).cpu())
+    assert not padded[2].any()
+    assert not padded[:, 33:].any()
+    eight = x.view(torch.float8_e4m3fn).npu()
+    wide = torch.constant_pad_nd(eight, (1, 2)).cpu().view(torch.uint8)
+    assert torch.equal(wide, torch.constant_pad_nd(x, (1, 2)))
+    with pytest.raises(RuntimeError, match="numbers below 0 are not allowed"):
+        torch.constant_pad_nd(eight, (-1, 0))

@@ -28,6 +28,11 @@ template <class Matrix> struct Finalize {
       list_kind)
 
   Computation computation(const Tensor& out) const;
+  Grouped call_into(const Tensor& out) const {
+    const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
+    return {{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list, 3, 0,
+        list_kind, 0, {out}};
+  }
 };
 struct FinalizeFractal : Finalize<Weight> {
   FIELDS(x, weight, scale, bias, pertoken, list, shared, logit, row_index, out_dtype, shared_weight,
@@ -38,13 +43,14 @@ template <class Matrix> Computation Finalize<Matrix>::computation(const Tensor& 
   if (shared)
     require(shared_offset >= 0 && shared_offset + shared->size(0) <= out.size(0), "shared_input ",
         shared->sizes(), " at row ", shared_offset, " does not fit the output ", out.sizes());
-  const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
-  const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list,
-      3, 0, list_kind, 0, {out}};
-  call.check_arguments();
+  const bool floats = is_low_precision(x);
+  if (floats)
+    FloatGroups{call_into(at::empty({1, 1}, at::kFloat).expand({x.size(0), out.size(1)}))}.check();
+  else call_into(out).check_arguments();
   return [=, *this] {
     const auto values = at::zeros({x.size(0), out.size(1)}, at::kFloat);
-    call.run_into(values);
+    if (floats) FloatGroups{call_into(values)}.run();
+    else call_into(values).run();
     out.zero_();
     if (shared)
       out.narrow(0, shared_offset, shared->size(0)).copy_(shared->to(at::kFloat) * shared_weight);

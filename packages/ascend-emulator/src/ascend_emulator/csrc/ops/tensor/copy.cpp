@@ -104,8 +104,22 @@ SHAPED(aclnnFlip, (Tensor self, Ints dims, Tensor out), SAME(out, self),
     { at::flip_out(out, self, dims); })
 SHAPED(aclnnRoll, (Tensor self, Ints shifts, Ints dims, Tensor out), SAME(out, self),
     { at::roll_out(out, self, shifts, dims); })
-SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out),
-    SHAPE(out, pad_shape(self, pad)), { at::constant_pad_nd_out(out, self, pad, value); })
+// Float4 is filled with zeros only. Float8 shrinks not at all (op-plugin's
+// test_constant_pad_nd.py).
+CHECKED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out), {
+  shape("out", out, pad_shape(self, pad));
+  const bool four = emu::is_four_bits(self.scalar_type());
+  if (emu::is_low_precision(self))
+    require(std::all_of(pad.begin(), pad.end(), [](int64_t each) { return each >= 0; }), "pad is ",
+        listed(pad), "; of float8 and float4, numbers below 0 are not allowed");
+  require_emulated(
+      !four || value.to<double>() == 0, "value ", value.to<double>(), " of float4 is not emulated");
+  COMPUTE {
+    if (!four) return void(at::constant_pad_nd_out(out, self, pad, value));
+    out.view(at::kByte).copy_(
+        at::constant_pad_nd(self.view(at::kByte), pads_of_bytes(self, pad), 0));
+  };
+})
 
 // torch_npu's documentation of torch.repeat_interleave: the output has less than 2^22 elements.
 namespace {
