@@ -59,10 +59,10 @@ def test_answers_are_those_of_dequantized_weights(
 ) -> None:
     served = results[form]["results"]
     alike = dequantized.Reference(models[form], quantized=True)
-    count, most, mean = alike.compare(served)
+    count, max_diff, mean = alike.compare(served)
     exact = dequantized.Reference(models[form], quantized=False).compare(served)
     wrong = floats.broken(alike, served)
-    print(f"{form}: {count} tokens, {mean:.4f}, at most {most:.4f}; {exact}; broken {wrong}")
+    print(f"{form}: {count} tokens, {mean:.4f}, at most {max_diff:.4f}; {exact}; broken {wrong}")
     assert count == 33
     bound = quantized.BOUND if form == "int8" else floats.BOUND
     assert mean < bound < min(wrong.values())
@@ -75,8 +75,9 @@ def test_experts_of_gpt_oss_stay_in_eight_bits(
 
     served = results[GPT_OSS]["results"]
     assert "MXExperts" in results[GPT_OSS]["kinds"]
-    count, others, most, mean = layouts.compare(mxfp4[1], "bfloat16", served)
-    print(f"{GPT_OSS}: {count} tokens, {others} others, average {mean:.4f} at most {most:.4f}")
+    count, mismatches, max_diff, mean = layouts.compare(mxfp4[1], "bfloat16", served)
+    distance = f"average {mean:.4f} at most {max_diff:.4f}"
+    print(f"{GPT_OSS}: {count} tokens, {mismatches} others, {distance}")
     assert count == 33
     model = layouts.reference(mxfp4[1], "bfloat16")
     for layer in model.model.layers:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Matrices in FP8, MXFP8 and MXFP4, multiplied as they are, against float32 products of dequantized
+"""Matrices in FP8, MXFP8 and MXFP4, multiplied as they are, against float32 matmuls of dequantized
 weights and inputs; test_float_schemes.py runs these tests on Ascend 950."""
 
 import pytest
@@ -52,7 +52,7 @@ def test_products(name, dtype):
     packed = scheme.pack_down(matrix, dtype)
     actual = scheme.grouped(x.npu(), packed, torch.tensor(COUNTS).npu())
     rows = zip(rounded.split(COUNTS), numbers, strict=True)
-    close(actual, torch.cat([each @ own.T for each, own in rows]), dtype)
+    close(actual, torch.cat([each @ weight.T for each, weight in rows]), dtype)
 
 
 @pytest.mark.parametrize("name", ["W8A8FP8_DYNAMIC", "W8A8_MXFP8"])

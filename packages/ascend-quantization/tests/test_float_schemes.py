@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Schemes of FP8, MXFP8 and MXFP4: their products in a process on Ascend 950, because a process sees
+"""Schemes of FP8, MXFP8 and MXFP4: their matmuls in a process on Ascend 950, because a process sees
 one chip, and their refusal on other chips."""
 
 import re

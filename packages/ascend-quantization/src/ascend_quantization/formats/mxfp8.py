@@ -83,7 +83,7 @@ def in_mxfp8(weight: torch.Tensor) -> Quantized:
 
 
 class OnlineLinearMethod(Mxfp8OnlineLinearMethod):
-    """Linear layer that is quantized at load; vLLM's by the NPU's operator."""
+    """Linear layer that is quantized at load, by an operator of the NPU."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
