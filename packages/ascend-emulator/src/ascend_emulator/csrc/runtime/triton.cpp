@@ -9,12 +9,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "core/adversary.h"
 #include "core/device.h"
+#include "core/process.h"
 #include "core/recheck.h"
 #include "core/refusal.h"
 #include "core/registry.h"
@@ -51,11 +53,14 @@ struct Local {
 };
 
 // Names outlive their launch: traces refer to them.
+struct Names {
+  std::mutex mutex;
+  std::set<std::string> all;
+};
 const char* lasting(const char* name) {
-  static std::mutex mutex;
-  static auto* const all = new std::set<std::string>;
-  std::lock_guard lock(mutex);
-  return all->insert(name).first->c_str();
+  auto& names = process.part<Names>();
+  std::lock_guard lock(names.mutex);
+  return names.all.insert(name).first->c_str();
 }
 
 struct Launch {
@@ -79,7 +84,7 @@ struct Program {
 };
 thread_local Program* program = nullptr;
 
-bool holds(const char* first, uint64_t bytes, const char* at, uint64_t size) {
+bool spans(const char* first, uint64_t bytes, const char* at, uint64_t size) {
   return at >= first && at - first <= static_cast<int64_t>(bytes) - static_cast<int64_t>(size);
 }
 
@@ -124,9 +129,9 @@ std::string surroundings(const char* at) {
 
 void check_access(const char* at, uint64_t bytes, int32_t line, const char* does) {
   for (const auto& each : program->extents)
-    if (holds(each.first, each.bytes, at, bytes)) return;
+    if (spans(each.first, each.bytes, at, bytes)) return;
   for (const auto& each : program->locals)
-    if (holds(each.first, each.bytes, at, bytes)) return;
+    if (spans(each.first, each.bytes, at, bytes)) return;
   const char here = 0;
   if (at > &here && at < program->frame) return;
   bool allowed = false;
