@@ -27,7 +27,7 @@ def generated(tmp_path_factory):
 def compiles(condition: str, generated: Path) -> str:
     """The compiler's errors."""
     command = [
-        *build._compiler()[0],
+        *build.cxx()[0],
         "-std=c++20",
         "-fsyntax-only",
         f"-I{build.SOURCES}",

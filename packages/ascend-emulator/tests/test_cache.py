@@ -175,7 +175,7 @@ def test_a_lock_does_not_follow_a_link(run, compiled, shared, tmp_path):
     (compiled / "complete").unlink()
     compiler = tmp_path / "fails"  # The libraries' name has the compiler's version.
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exec {build._compiler()[0][0]} --version\nexit 1\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exec {build.cxx()[0][0]} --version\nexit 1\n'
     )
     compiler.chmod(0o755)
     victim = tmp_path / "notes"

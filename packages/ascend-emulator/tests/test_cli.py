@@ -340,14 +340,14 @@ def test_compiler_with_arguments(tmp_path, monkeypatch):
     launcher.write_text('#!/bin/sh\nexec "$@"\n')
     launcher.chmod(0o755)
     monkeypatch.setenv("CXX", f"{launcher} g++")
-    command, version = build._compiler()
+    command, version = build.cxx()
     assert command == [str(launcher), "g++"]
     assert version.endswith(" g++")
     monkeypatch.setenv("CXX", "/no/such/g++ -m64")
     with pytest.raises(
         build.BuildError, match=r"CXX names /no/such/g\+\+, which is no program on PATH; fix: "
     ):
-        build._compiler()
+        build.cxx()
 
 
 def test_cuda_build_of_torch_is_refused_in_a_line(run, tmp_path):

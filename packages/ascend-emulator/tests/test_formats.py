@@ -35,7 +35,7 @@ extern "C" int scale(int encoding, int rule, double largest, double most) {
 def library(tmp_path_factory):
     directory = tmp_path_factory.mktemp("formats")
     (directory / "formats.cpp").write_text(SOURCE)
-    compiler, _ = build._compiler()
+    compiler, _ = build.cxx()
     command = [*compiler, "-std=c++20", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     command += [f"-I{build.SOURCES}", "-o", "formats.so", "formats.cpp"]
     subprocess.run(command, cwd=directory, check=True)

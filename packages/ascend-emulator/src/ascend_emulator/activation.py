@@ -11,7 +11,16 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from ascend_emulator import build, cann_names, coverage, laws, limits, operators, variables
+from ascend_emulator import (
+    build,
+    cann_names,
+    coverage,
+    laws,
+    limits,
+    operators,
+    triton,
+    variables,
+)
 from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
@@ -226,6 +235,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
     if custom := operators.library(os.environ):
         ctypes.CDLL(str(custom / "op_api" / "lib" / operators.SONAME))
+    triton.install()
     print(line, file=sys.stderr, flush=True)
     return line
 

@@ -122,7 +122,7 @@ def torch_dir() -> Path:
     return cann_names.package_dir("torch")
 
 
-def _compiler() -> tuple[list[str], str]:
+def cxx() -> tuple[list[str], str]:
     """Command of the compiler, with the arguments that CXX has, and its version."""
     variable = os.environ.get("CXX", "")
     chosen = [variable] if shutil.which(variable) else shlex.split(variable)
@@ -157,7 +157,7 @@ def sanitizer_libraries() -> list[str]:
     if not chosen:
         return []
     names = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
-    compiler, _ = _compiler()
+    compiler, _ = cxx()
 
     def path(library: str) -> str:
         command = [*compiler, f"-print-file-name={library}"]
@@ -319,7 +319,7 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
         )
     if (prebuilt := _prebuilt(versions, say)) is not None:
         return prebuilt
-    compiler, compiler_version = _compiler()
+    compiler, compiler_version = cxx()
     base = (*versions, compiler_version, *_flags(), os.uname().machine)
     target = cache_root() / _digest(*base, *_contents())
     if cached.complete(target, "complete"):
@@ -343,7 +343,7 @@ def custom_library(native: list[Path], stubs: str, headers: Path, soname: str) -
     Raises:
         BuildError: there is no compiler, or compilation failed.
     """
-    compiler, version = _compiler()
+    compiler, version = cxx()
     torch = torch_dir()
     flags = (
         *FLAGS[:-1],
