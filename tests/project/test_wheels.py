@@ -37,7 +37,8 @@ REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
 NAMES = sorted({*COMPONENTS, *LIBRARIES, META, EMULATOR})
 # Imported only where it is installed: colours of the doctor, the emulator's plugin, which pytest
 # loads, and pip's tomli.
-NOT_REQUIRED = {"ascend-cli": {"rich"}, EMULATOR: {"pytest", "pip"}}
+START_UP = "ascend_emulator_triton.pth"
+NOT_REQUIRED = {"ascend-cli": {"rich"}, EMULATOR: {"pytest", "pip", "triton"}}
 
 
 class Wheel:
@@ -147,8 +148,9 @@ def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> No
     wheel, module = wheels[name], name.replace("-", "_")
     tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
     # see ascend_platform/process/startup.py
-    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()
-    assert tops == {module} | start_up
+    # and ascend_emulator/triton
+    start_up = {"ascend-platform": "ascend_platform.pth", EMULATOR: START_UP}.get(name)
+    assert tops == {module} | {start_up} - {None}
     assert f"{module}/py.typed" in wheel.files
     assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])
 
@@ -281,6 +283,7 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
             ("vllm_ascend.scopes", "ascend_patches", "ascend_patches:enter"),
             ("vllm_ascend.overrides", "ascend_models", "ascend_models"),
             ("vllm_ascend.overrides", "ascend_patches", "ascend_patches.patches"),
+            ("vllm_ascend.overrides", "ascend_quantization", "ascend_quantization"),
             ("console_scripts", "ascend-emulator", "ascend_emulator.cli:main"),
             ("pytest11", "ascend_emulator", "ascend_emulator.pytest_plugin"),
         ]
@@ -296,6 +299,7 @@ def test_emulator_wheel_carries_its_sources_and_data(wheels: dict[str, Wheel]) -
     }
     assert any(file.endswith(".cpp") for file in needed)
     assert any(file.endswith(".toml") for file in needed)
+    needed[START_UP] = (source.parent / START_UP).read_bytes()
     assert {
         file: data for file, data in wheels[EMULATOR].files.items() if ".dist-info/" not in file
     } == needed

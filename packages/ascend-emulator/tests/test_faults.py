@@ -65,7 +65,7 @@ def test_a_device_error_arrives_in_python():
     [
         ("aclrtMaloc", 1, "oom", "aclrtMaloc is no entry point.*did you mean aclrtMalloc?"),
         ("collectiv", 1, "drop", "did you mean collective?"),
-        ("aclnnGeluQuant", 1, "oom", "aclnnGeluQuant is not emulated, and fails by itself"),
+        ("aclnnDequantBias", 1, "oom", "aclnnDequantBias is not emulated, and fails by itself"),
         ("aclrtMalloc", 1, "fire", "invalid fault"),
         ("aclrtMalloc", 0, "oom", "invalid fault"),
         ("aclrtMalloc", 1, "hang", "can hang"),

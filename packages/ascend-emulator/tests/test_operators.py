@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from ascend_emulator import build, operators
 from harness.project.distributions import write_metadata
 
@@ -298,30 +297,24 @@ def test_disabling_and_faults_apply_to_them_by_name(program, run):
 
 def test_an_operator_of_cann_that_is_not_emulated(run, tmp_path):
     """The refusal says how to supply it, and torch_npu's function computes with it."""
-    call = "torch_npu.npu_gelu_quant(torch.ones(2, 4).half().npu(), quant_mode='dynamic')"
-    script = f"import torch, torch_npu; y, scale = {call}; print(y.tolist(), scale.tolist())"
+    x, steps = "torch.arange(8).int().view(2, 4).npu()", "torch.full((4,), 0.5).npu()"
+    call = f"torch_npu.npu_dequant_bias({x}, {steps}, None, None, output_dtype=torch.half)"
+    script = f"import torch, torch_npu; print({call}.tolist())"
     done = run("run", "--", sys.executable, "-c", script)
     assert done.stderr.rstrip().endswith(
-        "aclnnGeluQuant is not emulated; `ascend-emulator coverage` lists what is; fix: say what it"
-        " computes, in a file of Python or C++ that ASCEND_EMULATOR_OPERATORS names"
+        "aclnnDequantBias is not emulated; `ascend-emulator coverage` lists what is; fix: say what"
+        " it computes, in a file of Python or C++ that ASCEND_EMULATOR_OPERATORS names"
         " (docs/emulator.md#operators-of-your-own)"
     )
     (tmp_path / "own.py").write_text(
         textwrap.dedent("""
-            import torch
             from torch import Tensor
 
-            def aclnnGeluQuant(x: Tensor, scale: Tensor | None, offset: Tensor | None,
-                               approximate: str, mode: str, rounding: str, dtype: int,
-                               y: Tensor, out_scale: Tensor):
-                value = torch.nn.functional.gelu(x.float(), approximate=approximate)
-                out_scale.copy_(value.abs().amax(-1) / 127)
-                y.copy_((value / out_scale[:, None]).round())
+            def aclnnDequantBias(x: Tensor, weight_scale: Tensor, activation_scale: Tensor | None,
+                                 bias: Tensor | None, dtype: int, y: Tensor):
+                y.copy_(x.float() * weight_scale)
         """)
     )
     declaration = str(tmp_path / "own.py")
     done = run("run", "--", sys.executable, "-c", script, ASCEND_EMULATOR_OPERATORS=declaration)
-    gelu = torch.nn.functional.gelu(torch.ones(1)).item()
-    y, scale = done.stdout.removesuffix("\n").split("]] ")
-    assert y == "[[127, 127, 127, 127], [127, 127, 127, 127"
-    assert [float(each) for each in scale.strip("[]").split(",")] == pytest.approx([gelu / 127] * 2)
+    assert done.stdout == "[[0.0, 0.5, 1.0, 1.5], [2.0, 2.5, 3.0, 3.5]]\n", done.stderr

@@ -27,7 +27,7 @@ REFUSED = (
     PRELUDE
     + """
 attempt("removed", lambda: torch.nn.functional.silu(x))
-attempt("never there", lambda: torch_npu.npu_gelu_quant(half))
+attempt("never there", lambda: torch_npu.npu_dequant_bias(x.int(), x[0], None, None, output_dtype=half.dtype))
 attempt("legacy", lambda: torch_npu.npu_nms_with_mask(x[:, :5], 0.5))
 attempt("dtype", lambda: torch.zeros(3, dtype=torch.float8_e8m0fnu, device="npu"))
 attempt("argument", lambda: torch_npu.npu_rms_norm(x, x[0, :3], 1e-6))
@@ -154,7 +154,7 @@ def refusals(run):
     ("label", "named", "rest"),
     [
         ("removed", "aclnnSilu", "is not emulated"),
-        ("never there", "aclnnGeluQuant", "is not emulated"),
+        ("never there", "aclnnDequantBias", "is not emulated"),
         ("legacy", "the legacy graph operator 'NMSWithMask'", ""),
         ("jit", "the legacy graph operator 'Relu'", ""),
         ("dtype", "aclnnInplaceZero", "does not compute in float8, HiF8 or float4"),
@@ -237,8 +237,10 @@ def test_error_in_the_task_queue_is_raised_and_stops_the_queue(run):
 
 
 def test_missing_operators_are_refused_at_once_in_this_process():
-    with pytest.raises(RuntimeError, match="aclnnGeluQuant is not emulated"):
-        torch_npu.npu_gelu_quant(torch.ones(4, 6, dtype=torch.float16, device="npu"))
+    x = torch.ones(4, 6, dtype=torch.int32, device="npu")
+    scale = torch.ones(6, device="npu")
+    with pytest.raises(RuntimeError, match="aclnnDequantBias is not emulated"):
+        torch_npu.npu_dequant_bias(x, scale, None, None, output_dtype=torch.half)
     assert torch.ones(3, device="npu").sum().item() == 3
 
 

@@ -75,8 +75,8 @@ class Platform:
     )
     fp8: Literal["auto", "dequantize", "W8A8_DYNAMIC"] = option(
         "auto",
-        "what FP8 weights are converted to at load: the model's dtype, or int8; `auto` leaves them"
-        " as they are where the chip multiplies FP8, and dequantizes them elsewhere",
+        "what FP8 weights are converted to at load: the model's dtype, or int8; `auto`: nothing where"
+        " the chip multiplies FP8",
     )
     shared_experts_stream: bool = option(
         False, "shared experts on a second stream, beside the routed experts"

@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def replace(backends: ModuleType) -> None:
-    """Put the emulator's backend where triton-ascend's is; another Triton is left alone."""
+    """Replace the backend of triton-ascend; another Triton stays as it is."""
     if "ascend" not in backends.backends:
         return
     from ascend_emulator.triton import driver
@@ -56,7 +56,8 @@ def replace(backends: ModuleType) -> None:
 
 
 def install() -> None:
-    """Let Triton's driver be the emulator's in this process, with ascend-emulator[triton]."""
+    """Make the driver of the emulator the one of Triton in this process, with
+    ascend-emulator[triton]."""
     if importlib.util.find_spec(PASSES) is None:
         return
     if MODULE in sys.modules:

@@ -54,7 +54,7 @@ def _chip() -> dict[str, str]:
 
 
 class Utils:
-    """What Triton asks about devices, and the loading of kernels."""
+    """Properties of devices for Triton, and the loading of kernels."""
 
     def get_device_properties(self, device: object = None) -> dict[str, int]:
         chip = _chip()

@@ -83,7 +83,7 @@ def _arguments(text: str) -> list[str]:
 
 
 def _accesses(line: str) -> list[tuple[str, str, int]]:
-    """Pointer, bytes and whether it writes, of a line's accesses; constants have none."""
+    """Pointer, bytes and whether it writes, of the accesses of a line, but not to constants."""
     if ", ptr getelementptr" in line:
         return []
     if load := _LOAD.match(line):

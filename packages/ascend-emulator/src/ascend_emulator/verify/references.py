@@ -45,6 +45,25 @@ def quantized_rows(x: Any) -> tuple[Any, Any]:
     return (x / scale[..., None]).round().clamp(-128, 127).to(torch.int8), scale
 
 
+def shared_exponents(x: Any) -> tuple[Any, Any]:
+    """Codes in e4m3 of rows with an exponent for 32 values, and the exponents in e8m0, as OCP's
+    Microscaling specification says: the exponent of the largest magnitude, less the 8 of e4m3."""
+    groups = x.double().unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 8
+    codes = (groups / 2.0 ** exponents[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = (exponents + 127).to(torch.uint8).unflatten(-1, (-1, 2))
+    return codes.flatten(-2).view(torch.uint8), stored
+
+
+def scaled_blocks(x: Any) -> tuple[Any, Any]:
+    """Codes in e4m3 of rows with a float32 scale for 128 values: the largest magnitude of a block is
+    448."""
+    blocks = x.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1) / 448
+    codes = (blocks / scale[..., None]).to(torch.float8_e4m3fn)
+    return codes.flatten(-2).view(torch.uint8), scale
+
+
 def attention(query: Any, key: Any, value: Any, scale: float, causal: bool = False) -> Any:
     """Softmax attention of [batch, heads, tokens, size]; key heads are repeated for groups of query
     heads."""

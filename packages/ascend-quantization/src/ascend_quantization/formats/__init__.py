@@ -7,6 +7,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ascend_platform import extension
+
 from ascend_quantization.common import (
     DEEPSEEK_V4,
     FP8,
@@ -33,6 +35,8 @@ def register() -> ImportError | None:
         import ascend_quantization.formats.modelslim
         import ascend_quantization.formats.mxfp4
         import ascend_quantization.formats.mxfp8  # noqa: F401
+
+        extension.install_overrides("ascend_quantization", "formats.mxfp8")
     except ImportError as error:
         return error
     return None

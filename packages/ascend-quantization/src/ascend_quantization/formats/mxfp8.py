@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
-from vllm.model_executor.layers.quantization.online import base as online
+from vllm.model_executor.layers.quantization.online import base
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineLinearMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic
@@ -114,6 +114,6 @@ class OnlineExperts(QuantizedExperts):
         layer._already_called_process_weights_after_loading = True
 
 
-# The configuration of the option is created by vLLM without its registry.
-online._ONLINE_LINEAR_METHODS[kMxfp8Dynamic] = OnlineLinearMethod
-online._ONLINE_MOE_METHODS[kMxfp8Dynamic] = OnlineExperts
+LINEAR_METHODS = base._ONLINE_LINEAR_METHODS | {kMxfp8Dynamic: OnlineLinearMethod}
+EXPERTS = base._ONLINE_MOE_METHODS | {kMxfp8Dynamic: OnlineExperts}
+"""The tables of vLLM for online quantization, with the methods for MXFP8 (overrides.toml)."""
