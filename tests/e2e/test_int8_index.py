@@ -54,5 +54,7 @@ def test_answers_are_those_of_transformers(
 
 
 def test_other_chips_are_refused(directory: Path) -> None:
-    with pytest.raises(AssertionError, match=r"index_cache is int8 .* on Atlas A3, Ascend 950; fix: remove"):
+    with pytest.raises(
+        AssertionError, match=r"index_cache is int8 .* on Atlas A3, Ascend 950; fix: remove"
+    ):
         npus.by_name(serving.serve([case("int8", directory)]))

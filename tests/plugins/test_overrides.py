@@ -119,7 +119,7 @@ def calls(files: Iterable[Path]) -> Iterator[list[str]]:
 def test_every_row_is_used_and_every_use_has_a_row() -> None:
     """Those of V1 are used in its own folders."""
     of_v1 = {path for path in FILES if "v1" in path.parts}
-    shared = ("common", "states", "v2", "ascend_models")
+    shared = ("common", "states", "v2", "ascend_models", "ascend_quantization")
     for files, tables in ((of_v1, ("v1",)), ({*FILES} - of_v1, shared)):
         literal_calls = [
             call for call in calls(files) if len(call) > 1 and isinstance(call[1], str)

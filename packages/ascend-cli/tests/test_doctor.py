@@ -156,6 +156,7 @@ def test_another_vllm_by_metadata_and_the_overriding_variable(installed):
             "model-loader",
             "models",
             "patches",
+            "quantization",
         )
     )
     reason, fix = problems[f"requirements of {ours}"]

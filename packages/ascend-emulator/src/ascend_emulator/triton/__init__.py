@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 MODULE = "triton.backends"
-PASSES = "ascendnpuir"  # of ascendnpu-ir, which nothing but the extra asks for
+PASSES = "ascendnpuir"  # Of ascendnpu-ir, which only the extra requires.
 
 
 class _Loader(importlib.abc.Loader):

@@ -29,7 +29,7 @@ PASSES = (
     *("finalize-memref-to-llvm", "convert-func-to-llvm", "lower-affine", "convert-arith-to-llvm"),
     *("reconcile-unrealized-casts", "ensure-debug-info-scope-on-llvm-func"),
 )
-LINES = 6  # of a tool's complaint that are shown
+LINES = 6  # Shown of the output of a tool.
 _MODULE = re.compile(r"^module (?:attributes .*)?\{(?: loc.*)?\n", re.MULTILINE)
 _FOLLOWED = re.compile(r"(%\w+) = hivm\.hir\.pointer_cast\((%\w+)\) \[[^\]]*\] : memref<\?x(\w+)>")
 

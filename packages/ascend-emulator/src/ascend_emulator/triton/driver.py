@@ -21,7 +21,7 @@ from ascend_emulator.triton import compiler, llvm_ir
 FORMATS = {"i1": "?7x", "i8": "b7x", "i16": "h6x", "i32": "i4x", "i64": "q", "u1": "?7x"}
 FORMATS |= {"u8": "B7x", "u16": "H6x", "u32": "I4x", "u64": "Q", "fp16": "e6x", "fp32": "f4x"}
 FORMATS |= {"f32": "f4x", "fp64": "d"}
-POINTER_SLOTS = (0, 1 << 40, 1)  # offset, size and stride of a memref, after its two addresses
+POINTER_SLOTS = (0, 1 << 40, 1)  # Offset, size and stride of a memref, after its two addresses.
 GRID_SLOTS = 6
 
 
