@@ -16,8 +16,9 @@ from harness.models import gpt_oss
 from harness.references import dequantized
 
 GPT_OSS = "gpt-oss, MXFP4"
-LEFT_OUT = {"modelopt", "ascend, bfloat16"}
-"""Read by the classes that serve ``online`` and ``ascend``, or without quantized inputs."""
+LEFT_OUT = {"int8", "modelopt", "ascend, bfloat16"}
+"""Served by the operators of other chips, read by the classes that serve ``online`` and ``ascend``,
+or without quantized inputs."""
 FORMS = [
     form for form in ["int8", *floats.SCHEMES] if every_case.is_wanted() or form not in LEFT_OUT
 ]
