@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch_npu
 from ascend_platform.extension import RefusedError
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
@@ -29,7 +28,6 @@ from ascend_quantization.common import MODELOPT_MXFP8, MXFP8
 from ascend_quantization.methods.experts import QuantizedExperts
 from ascend_quantization.methods.linear import replace
 from ascend_quantization.schemes import SCHEMES
-from ascend_quantization.schemes.floats import E4M3
 
 SCHEME = SCHEMES["W8A8_MXFP8"]
 
@@ -77,7 +75,7 @@ for _name in (MXFP8, MODELOPT_MXFP8):
 
 def in_mxfp8(weight: torch.Tensor) -> Quantized:
     """A matrix, or one per expert, in MXFP8, as bytes."""
-    values, scale = torch_npu.npu_dynamic_mx_quant(weight, dst_type=E4M3, scale_alg=1)
+    values, scale = SCHEME.quantize(weight)
     groups = weight.shape[-1] // SCHEME.group_size
     return Quantized(values.view(torch.uint8), scale.flatten(-2)[..., :groups])
 
