@@ -64,7 +64,7 @@ class ChipFamily:
             reference, ``aclrtCreateStream``).
         dtypes: of models; the first is what a model gets whose own dtype is not among them.
         operators: fused operators of torch_npu that the chip supports; others are replaced.
-        quantization: schemes of quantized weights; None means all.
+        quantization: schemes of quantized weights.
         top_k_top_p: whether the chip has npu_sim_exponential_ and npu_top_k_top_p_sample.
         moe_routing: whether it has npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all
             needs.
@@ -87,7 +87,7 @@ class ChipFamily:
     streams: int = 1984
     dtypes: tuple[str, ...] = ("float16", "float32")
     operators: frozenset[str] = frozenset()
-    quantization: tuple[str, ...] | None = ()
+    quantization: tuple[str, ...] = ()
     top_k_top_p: bool = False
     moe_routing: bool = False
     token_unpermute: bool = False

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from ascend_platform import extension
 from ascend_platform.extension import RefusedError
@@ -40,25 +40,21 @@ def not_quantized(method: str, model: str) -> RefusedError:
 
 def has_schemes(schemes: Iterable[str]) -> bool:
     """Whether the chip has the operators of all these schemes."""
-    return _are_in(schemes, extension.chip_family().quantization)
-
-
-def _are_in(schemes: Iterable[str], served: Collection[str] | None) -> bool:
-    return served is None or set(schemes) <= set(served)
+    return {*schemes} <= {*extension.chip_family().quantization}
 
 
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's
     documentation."""
     found, served = extension.installation.chip_name(), extension.chip_family().quantization
-    names = [] if served is None else sorted(set(schemes) - set(served))
+    names = sorted({*schemes} - {*served})
     if found and names:
         others = [
-            family.name for family in extension.CHIP_FAMILIES if _are_in(names, family.quantization)
+            family.name for family in extension.CHIP_FAMILIES if {*names} <= {*family.quantization}
         ]
         several = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]]))
         where = f"are supported on {several}" if others else "no chip has all of"
-        fix = f"a checkpoint of {', '.join(served or ())}, or " if served else ""
+        fix = f"a checkpoint of {', '.join(served)}, or " if served else ""
         raise RefusedError(
             f"the model has weights of {', '.join(names)}, which {where}; this NPU is {found}; fix:"
             f" serve {fix}the unquantized model"
