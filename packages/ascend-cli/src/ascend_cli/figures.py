@@ -64,6 +64,19 @@ def _atlas_a2(name: str, memory_gib: float, bandwidth_gbs: float, tflops: float)
     )
 
 
+def _ascend_950(name: str, memory_gib: float, bandwidth_gbs: float) -> ChipFigures:
+    return ChipFigures(
+        name,
+        memory_gib,
+        bandwidth_gbs,
+        500,
+        node=8,
+        network_gbs=25,
+        collective_us=20,
+        injection_gbs=1000,
+    )
+
+
 # Sources:
 # - memory, bandwidth, cores, host link: Huawei's product pages for Atlas 800T A2, Atlas 800T A3 and
 # Atlas 300I Duo.
@@ -98,26 +111,8 @@ FIGURES = {
             collective_us=6,
             injection_gbs=196,
         ),
-        ChipFigures(
-            "Ascend950PR",
-            128,
-            1600,
-            500,
-            node=8,
-            network_gbs=25,
-            collective_us=20,
-            injection_gbs=1000,
-        ),
-        ChipFigures(
-            "Ascend950DT",
-            144,
-            4000,
-            500,
-            node=8,
-            network_gbs=25,
-            collective_us=20,
-            injection_gbs=1000,
-        ),
+        _ascend_950("Ascend950PR", 128, 1600),
+        _ascend_950("Ascend950DT", 144, 4000),
         ChipFigures(
             "Ascend310P3", 48, 204, 70, node=8, network_gbs=3, collective_us=100, injection_gbs=16
         ),
