@@ -14,7 +14,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from ascend_emulator import cache
+from ascend_emulator import cache, chips
 from ascend_emulator.triton import compiler, llvm_ir
 
 # Formats of struct, by the types of Triton's signatures; a slot has eight bytes.
@@ -47,21 +47,15 @@ def _message() -> str:
     return (recent() or b"the launch failed").decode().strip()
 
 
-def _chip() -> dict[str, str]:
-    """Properties of the emulated chip (activation.set_environment)."""
-    words = os.environ["ASCEND_EMULATOR_CHIP"].split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
 class Utils:
     """Properties of devices for Triton, and the loading of kernels."""
 
     def get_device_properties(self, device: object = None) -> dict[str, int]:
-        chip = _chip()
+        chip = chips.chip(self.get_arch())
         return {
             "max_shared_mem": 1,  # as triton-ascend's
-            "num_aicore": int(float(chip["cube_cores"])),
-            "num_vectorcore": int(float(chip["vector_cores"])),
+            "num_aicore": chip.cube_cores,
+            "num_vectorcore": chip.vector_cores,
         }
 
     def get_aicore_num(self) -> int:
