@@ -40,3 +40,14 @@ def model(tmp_path: Path) -> Callable[..., str]:
         return str(tmp_path)
 
     return write
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread of torch: for small models a second one makes it slower."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -9,7 +9,6 @@ clipped SwiGLU and sinks.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from harness.compare import layouts, model_types, quantized
 from harness.engines import npus
 from harness.models import fp8, gpt_oss, hybrid
 from harness.references import dequantized
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 # with torch.compile's fusions
@@ -86,17 +87,6 @@ FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
     "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread: for models of this size a second one makes it slower."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ compared with transformers with dequantized weights.
 The layers of a model have different schemes. `tools/check floats` serves every form of checkpoint.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,8 @@ from harness.compare import floats, layouts, quantized
 from harness.models import gpt_oss
 from harness.references import dequantized
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GPT_OSS = "gpt-oss, MXFP4"
 LEFT_OUT = {"int8", "modelopt", "ascend, bfloat16"}
 """Served by the operators of other chips, read by the classes that serve ``online`` and ``ascend``,
@@ -22,17 +23,6 @@ or without quantized inputs."""
 FORMS = [
     form for form in ["int8", *floats.SCHEMES] if every_case.is_wanted() or form not in LEFT_OUT
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread: for models of this size a second one makes it slower."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
