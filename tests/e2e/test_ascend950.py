@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness.compare import model_types
 from harness.engines import npus
+from harness.models import served_types
 
 CHIP = "Ascend950PR_9599"
 DENSE, EXPERTS = "qwen3, heads of 128", "gpt-oss, experts with biases"
@@ -36,7 +37,7 @@ def test_answers_are_those_of_transformers(
     name: str, cases: dict[str, dict[str, Any]], results: dict[str, Any]
 ) -> None:
     result = results[name]
-    attention = model_types.KINDS[name].served_by[0]
+    attention = served_types.KINDS[name].served_by[0]
     assert (result["kinds"], result["graphs"]) == (attention, "FULL_DECODE_ONLY")
     comparison = model_types.compare(name, cases[name], result["results"])
     print(f"{name}: {comparison}")

@@ -11,6 +11,7 @@ import pytest
 from harness.compare import layouts, model_types, quantized
 from harness.compare.features import adapters, serving, speculation
 from harness.engines import npus
+from harness.models import served_types
 from harness.references import dequantized, log_probabilities, multimodal
 
 CHIP = "Ascend310P3"
@@ -48,7 +49,7 @@ def cases(
         "prompts": prompts,
         "lengths": lengths,
         # A tensor in FRACTAL_NZ takes half of the KV cache's memory for a moment.
-        "engine": model_types.SMALL | {"gpu_memory_utilization": 0.9},
+        "engine": served_types.SMALL | {"gpu_memory_utilization": 0.9},
     }
     return collected | {QUANTIZED: collected[DENSE] | quantized_case}
 
@@ -60,7 +61,7 @@ def results(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "attention", "bound"),
-    [(DENSE, FRACTAL, 0.01), (EMBEDDING, model_types.ENCODERS[1], 1e-3)],
+    [(DENSE, FRACTAL, 0.01), (EMBEDDING, served_types.ENCODERS[1], 1e-3)],
 )
 def test_answers_are_those_of_transformers(
     name: str,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from harness.compare import model_types
 from harness.engines import npus
+from harness.models import served_types
 
 # Name: (NPUs, number of tokens or values, the largest mean difference).
 CASES = {
@@ -57,7 +58,7 @@ def test_answers_are_those_of_transformers(
     _, numbers, bound = CASES[name]
     result = results[name]
     assert not result["differs"]
-    assert result["kinds"] == model_types.KINDS[name].served_by[0]
+    assert result["kinds"] == served_types.KINDS[name].served_by[0]
     comparison = model_types.compare(name, cases[name], result["results"])
     print(f"{name}: {comparison}")
     assert comparison.num_compared == numbers

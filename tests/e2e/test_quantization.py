@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from harness import checkout
-from harness.compare import layouts, model_types, quantized
+from harness.compare import layouts, quantized
 from harness.engines import npus
-from harness.models import fp8, gpt_oss, hybrid
+from harness.models import fp8, gpt_oss, hybrid, served_types
 from harness.references import dequantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +59,7 @@ CASES["latents by mla_prolog, ModelSlim"] = (
     "ascend",
     "bfloat16",
     False,
-    TP1 | model_types.MLA_PROLOG | {"gpu_memory_utilization": 0.5},
+    TP1 | served_types.MLA_PROLOG | {"gpu_memory_utilization": 0.5},
     "npu_mla_prolog_v3",
 )
 INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
