@@ -5,6 +5,7 @@
 import json
 
 import pytest
+import transformers
 from harness.models import small as small_models
 from harness.project.distributions import write_cuda_torch, write_vllm_ascend
 
@@ -18,6 +19,15 @@ def model(tmp_path):
         return str(tmp_path)
 
     return write
+
+
+@pytest.fixture
+def ten_layers(tmp_path):
+    """A directory with the configuration of a Qwen3 model of ten layers."""
+    transformers.Qwen3Config(
+        num_hidden_layers=10, hidden_size=4096, head_dim=128, num_key_value_heads=8
+    ).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
 
 
 @pytest.fixture

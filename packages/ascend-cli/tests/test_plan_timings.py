@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from ascend_cli import figures, main
 from ascend_cli.plan import estimate, laws, model, reports
 from harness.engines import npus
@@ -44,15 +43,7 @@ def path(tmp_path: Path) -> Path:
     return report(tmp_path, collectives, steps={"launches": launches}, forty_layers=layers)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> str:
-    transformers.Qwen3Config(
-        num_hidden_layers=10, hidden_size=4096, head_dim=128, num_key_value_heads=8
-    ).save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
-def test_times_of_a_report_move_the_plan_as_computed_by_hand(path: Path, saved: str) -> None:
+def test_times_of_a_report_move_the_plan_as_computed_by_hand(path: Path, ten_layers: str) -> None:
     chip, known = reports.measured(CHIP, path)
     # Matmul by the fitted law: 6.8 us and 8.7 us for 256 rows more, 80 % of the bandwidth.
     assert known.operators["matmul"].seconds(chip, 1.28e9) == pytest.approx(
@@ -61,7 +52,7 @@ def test_times_of_a_report_move_the_plan_as_computed_by_hand(path: Path, saved: 
     # Attention of 1,000 tokens with 8 heads of 128 in 10 layers: 10 us each, 48.7 %.
     layout, load = estimate.Layout(2, 1, 1), estimate.Load(1, 1000, 1)
     before, after = (
-        estimate._Calculation(model.load(saved), *each, layout, load, laws_of).step(1, 1000)
+        estimate._Calculation(model.load(ten_layers), *each, layout, load, laws_of).step(1, 1000)
         for *each, laws_of in ((CHIP, laws.FITTED), (chip, known))
     )
     cached = 1000 * 2 * 2 * 4 * 128 * 10  # bytes of one of two NPUs
@@ -71,7 +62,7 @@ def test_times_of_a_report_move_the_plan_as_computed_by_hand(path: Path, saved: 
     # Two all-reduces a layer, of one row: their start of 20 us.
     assert after["links"] == pytest.approx(20 * 5 * (20e-6 + 8192 / (0.904 * 28e9)), rel=1e-3)
     unmeasured = {"rope", "scatter", "routing", "elementwise"}
-    vectors = model.load(saved).vectors(False)
+    vectors = model.load(ten_layers).vectors(False)
     assert unmeasured | {"norm", "activation"} == set(vectors)
     assert before["vector operators"] < after["vector operators"] < 3 * before["vector operators"]
 
@@ -84,8 +75,8 @@ def test_times_of_layers_are_the_least_of_the_host(path: Path) -> None:
     assert known["tuned"].eager(10) == pytest.approx(10 * 5e-3)
 
 
-def test_the_plan_says_which_constants_are_measured(path: Path, saved: str, capsys) -> None:
-    command = ["plan", saved, "--soc", "Ascend910B3", "--npus", "2", "--report", str(path)]
+def test_the_plan_says_which_constants_are_measured(path: Path, ten_layers: str, capsys) -> None:
+    command = ["plan", ten_layers, "--soc", "Ascend910B3", "--npus", "2", "--report", str(path)]
     assert main.main(command) == 0
     shown = capsys.readouterr().out
     names = "matmul, attention, norm, activation, sampling, collectives"
