@@ -38,6 +38,23 @@ QUERIES = {
     "HCCL timeout": "troubleshooting/",
     "507018": "troubleshooting/",
     "ASCEND_RT_VISIBLE_DEVICES": "distributed-inference/",
+    "Qwen3.5": "recipes/",
+    "GLM-5": "recipes/",
+    "Kimi-K2.5": "recipes/",
+    "MXFP8": "quantization/",
+    "KV cache fp8": "quantization/",
+    "Ascend 950": "compatibility/",
+    "NNAL": "installation/",
+    "docker": "installation/",
+    "torchvision": "troubleshooting/",
+    "sleep mode": "sleep-mode/",
+    "LoRA": "lora/",
+    "speculative decoding": "speculative-decoding/",
+    "prefill decode disaggregation": "kv-connector/",
+    "multi-node": "multi-node/",
+    "VLLM_PLUGINS": "plugins/",
+    "emulator": "emulator/",
+    "doctor": "doctor/",
 }
 """Queries of readers, and the page that each should find first."""
 
@@ -209,8 +226,8 @@ def test_site_has_an_address_versions_and_languages(site: Path) -> None:
 
 
 def test_search_finds_the_page_that_readers_want(site: Path) -> None:
-    """By the worker of the site's pages. 13 of the 15 pages have to be the first result, and the
-    others among the first five."""
+    """By the worker of the site's pages. All pages except two have to be the first result, and
+    these among the first five."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("the site's search needs Node.js")
@@ -224,7 +241,8 @@ def test_search_finds_the_page_that_readers_want(site: Path) -> None:
         ranks[query] = pages.index(wanted) + 1 if wanted in pages else None
     print(ranks)
     first = [query for query, rank in ranks.items() if rank == 1]
-    assert len(first) >= 13, ranks
+    assert len(QUERIES) > 30
+    assert len(first) >= len(QUERIES) - 2, ranks
     assert all(rank is not None and rank <= 5 for rank in ranks.values()), ranks
 
 
