@@ -178,6 +178,8 @@ def test_violation_is_found_once(path: str, source: str, role: str) -> None:
         ("- **a step that has no tokens**: fails", "- **a step**: fails. It is **not** run."),
         ("**Registration.** Plugins are loaded.", "**Both** are loaded."),
         ("- `a`: one: two: three", "- `a`: one\n- `b`: two"),
+        ("Also refused are windows.", "These are supported. Windows are also refused."),
+        ("The others wait for good.", "They wait forever, for a good reason."),
         ("These models have 4.", "These models have 4 heads, in 0.5 s."),
     ],
 )

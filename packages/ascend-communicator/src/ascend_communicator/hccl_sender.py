@@ -21,8 +21,9 @@ POLL_SECONDS = 0.05
 """Interval of checks that the peer is alive while HCCL sends or receives."""
 
 IDLE_SECONDS = 300.0
-"""A link that was not used for this long is closed when another one is opened: its peer may be gone
-for good, and HCCL's buffers take memory of the NPU. If it is not, its next read opens a new one."""
+"""A link that was not used for this long is closed when another one is opened: its peer may have
+ended, and HCCL's buffers use memory of the NPU. If the peer is alive, its next read opens a new
+link."""
 
 MAX_SEND_SECONDS = 600.0
 """Longest time for a send, whatever its reader says."""

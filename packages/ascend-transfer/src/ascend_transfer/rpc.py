@@ -50,7 +50,7 @@ MAX_CLIENTS = 128
 """Connections of one thread; beyond that the one that was not used for longest is closed."""
 
 IDLE_SECONDS = 60.0
-"""Seconds after which an unused connection is closed: its peer may be gone for good."""
+"""Seconds after which an unused connection is closed, because its peer may have ended."""
 
 QUEUE_POLL_MS = 5
 """The same while queries wait for a buffer, whose loan may expire."""

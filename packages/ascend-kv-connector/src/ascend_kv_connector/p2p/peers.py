@@ -17,8 +17,8 @@ Work = TypeVar("Work")
 WorkOfWorker = TypeVar("WorkOfWorker", contravariant=True)
 
 IDLE_SECONDS = 60.0
-"""Seconds after which a thread without work ends, and closes its connections: its peer may be gone
-for good."""
+"""Seconds after which a thread without work ends and closes its connections, because its peer may
+have ended."""
 
 MAX_IDLE_THREADS = 64
 """Threads without work; beyond that the one that has been idle for longest ends."""
