@@ -355,9 +355,10 @@ def test_files_of_where_a_change_goes_exist() -> None:
 def test_every_combination_of_the_components_is_on_its_page() -> None:
     """The page has the combinations of `tools/check wheels`; their names are derived here
     independently."""
-    siblings = ["attention", "communicator", "kv-connector", "model-loader", "patches"]
+    siblings = ["attention", "cli", "communicator", "kv-connector", "model-loader", "models"]
+    siblings += ["patches", "quantization"]
     chosen = [each for size in range(3) for each in itertools.combinations(siblings, size)]
-    expected = [" + ".join(("platform", *each)) for each in chosen] + ["all six"]
+    expected = [" + ".join(("platform", *each)) for each in chosen] + ["all"]
     region = (
         (DOCS / "plugins.md")
         .read_text()
@@ -372,5 +373,5 @@ def test_every_combination_of_the_components_is_on_its_page() -> None:
     served = {row[0]: row[-1] for row in rows}
     assert list(served) == expected + [f"{each}, forced" for each in siblings]
     for name in expected:
-        fused = "attention" in name or name == "all six"
+        fused = "attention" in name or name == "all"
         assert served[name] == f"serves; attention {'fused' if fused else 'built-in'}"
