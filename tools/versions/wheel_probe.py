@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -89,11 +90,11 @@ def filtered(names: str | None) -> object:
 
 def register() -> dict:
     names = sorted(plugins())
-    orders = [list(order) for order in itertools.permutations(names)]
+    draw = random.Random(0)
     orders = (
-        orders
-        if len(orders) <= MOST
-        else [names, names[::-1], *random.Random(0).sample(orders, MOST - 2)]
+        [list(order) for order in itertools.permutations(names)]
+        if math.factorial(len(names)) <= MOST
+        else [names, names[::-1], *(draw.sample(names, len(names)) for _ in range(MOST - 2))]
     )
     siblings = [name for name in names if name != "ascend"]
     filters = [
