@@ -34,7 +34,7 @@ def test_every_row_is_read() -> None:
 def test_files_of_a_change_exist_and_have_its_names(change: str) -> None:
     files, test = rows()[change]
     named = FILE.findall(files)
-    assert 1 <= len(named) <= 5
+    assert 1 <= len(named) <= 4
     assert [path for _, path in [*named, ("", test)] if not matching(path)] == []
     for name, path in named:
         assert all(name in match.read_text() for match in matching(path)), f"{path}: no {name}"

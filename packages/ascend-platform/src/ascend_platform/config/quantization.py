@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ascend_platform.chips import FAMILIES
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.plugins import registry, requirements, slots
@@ -29,8 +30,14 @@ METHODS = (
     "gpt_oss_mxfp4",
     "deepseek_v4_fp8",
 )
-SCHEME_BITS = {"W8A8": 8, "W8A8_DYNAMIC": 8, "W8A16": 8, "W4A16": 4, "W4A8_DYNAMIC": 4}
-"""Bits of a weight by scheme; the layout planner reads them without importing torch."""
+SCHEME_BITS = {
+    name: int(name[1])
+    for family in FAMILIES
+    for name in family.quantization
+    if "FP" not in name  # The name of a floating-point format.
+}
+"""Bits of a weight by integer scheme, such as 4 for ``W4A8_DYNAMIC``; the layout planner reads them
+without importing torch."""
 
 
 def formats() -> Any:
