@@ -56,6 +56,7 @@ FUSED, BUILT_IN = ["FusedAttentionImpl"], ["PagedAttentionImpl"]
 LATENT, BUILT_IN_LATENT = ["FusedLatentAttentionImpl"], ["PagedLatentAttentionImpl"]
 SPARSE = ["FusedSparseLatentAttentionImpl"], ["PagedSparseLatentAttentionImpl"]
 SINKS, ENCODERS = ["SinkAttentionImpl"], (["FusedEncoderAttentionImpl"], ["EncoderAttentionImpl"])
+IMAGE_ENCODERS = [*FUSED, "FusedMMEncoderAttention"], ["MMEncoderAttention", *BUILT_IN]
 KINDS: dict[str, Kind] = {
     name: Kind("generate", models.decoder, SMALL, (FUSED, BUILT_IN)) for name in models.DECODERS
 }
@@ -92,26 +93,8 @@ KINDS |= {
     "qwen3 embedding": Kind("embed", models.embedding, POOLING, (FUSED, BUILT_IN)),
     "bert classifier": Kind("classify", models.classifier, POOLING, ENCODERS),
     "bert cross-encoder": Kind("score", models.classifier, POOLING, ENCODERS),
-    "idefics3, an image": Kind(
-        "generate",
-        models.idefics3,
-        IMAGES,
-        (
-            ["FusedAttentionImpl", "FusedMMEncoderAttention"],
-            ["MMEncoderAttention", "PagedAttentionImpl"],
-        ),
-        "image",
-    ),
-    "paddleocr-vl, an image": Kind(
-        "generate",
-        models.paddleocr,
-        IMAGES,
-        (
-            ["FusedAttentionImpl", "FusedMMEncoderAttention"],
-            ["MMEncoderAttention", "PagedAttentionImpl"],
-        ),
-        "image",
-    ),
+    "idefics3, an image": Kind("generate", models.idefics3, IMAGES, IMAGE_ENCODERS, "image"),
+    "paddleocr-vl, an image": Kind("generate", models.paddleocr, IMAGES, IMAGE_ENCODERS, "image"),
     "whisper, a sound": Kind(
         "generate",
         models.whisper,
