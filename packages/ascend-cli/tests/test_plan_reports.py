@@ -23,13 +23,16 @@ def report(path, soc="Ascend910B3", emulated=False, **timings):
     return str(path)
 
 
+def plan(directory, path):
+    """The exit code of the command for one NPU, with this report."""
+    options = ["--soc", "Ascend910B3", "--npus", "1", "--report", path]
+    return main.main(["plan", directory, *options])
+
+
 def test_times_of_a_report_replace_published_figures(ten_layers, capsys, tmp_path):
     times = {"one_token_by_a_matrix": {"gb_per_second": 1200.0}}
     path = report(tmp_path / "cann.json", **times)
-    assert (
-        main.main(["plan", ten_layers, "--soc", "Ascend910B3", "--npus", "1", "--report", path])
-        == 0
-    )
+    assert plan(ten_layers, path) == 0
     assert "modelled device: matmul measured (cann.json); others fitted" in capsys.readouterr().out
     chip, known = reports.measured(figures.FIGURES["Ascend910B3"], Path(path))
     assert chip == figures.FIGURES["Ascend910B3"]  # the report has no collectives
@@ -112,26 +115,9 @@ def test_a_served_benchmark_sets_the_typical_host(tmp_path):
 )
 def test_other_reports_are_refused_in_one_line(ten_layers, capsys, tmp_path, given, message):
     path = report(tmp_path / "cann.json", **given)
-    assert (
-        main.main(["plan", ten_layers, "--soc", "Ascend910B3", "--npus", "1", "--report", path])
-        == 2
-    )
+    assert plan(ten_layers, path) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert (
-        main.main(
-            [
-                "plan",
-                ten_layers,
-                "--soc",
-                "Ascend910B3",
-                "--npus",
-                "1",
-                "--report",
-                str(tmp_path / "none.json"),
-            ]
-        )
-        == 2
-    )
+    assert plan(ten_layers, str(tmp_path / "none.json")) == 2
     assert "`vllm bench serve --save-result`: FileNotFoundError" in capsys.readouterr().err
