@@ -22,18 +22,6 @@ from harness.models.quantize import Spec
 from harness.progress import track
 from harness.references.dequantized import Model, Reference
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.05,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "sliding_window": None,
-}
 BOUND, FLOAT_BOUND = 0.025, 0.05
 """Of the average distance of log-probabilities from transformers' with dequantized weights: with
 inputs, keys and values quantized there too, and not. What is broken in one scheme of a model must
@@ -141,7 +129,7 @@ def float_model(kind: str, layers: int, directory: Path, inner: int = 512) -> Pa
     path = directory / f"{kind}-{layers}-{inner}"
     if kind == "dense":
         config: Any = transformers.Qwen2Config(
-            **COMMON, intermediate_size=inner, num_hidden_layers=layers
+            **quantize.COMMON, intermediate_size=inner, num_hidden_layers=layers
         )
         model: Any = transformers.Qwen2ForCausalLM(config)
         for layer in model.model.layers:
@@ -160,7 +148,9 @@ def float_model(kind: str, layers: int, directory: Path, inner: int = 512) -> Pa
         if kind != "latent":
             changes |= latent.MODELS["deepseek-v3, mla_prolog"][1]
             changes |= {"intermediate_size": 512, "initializer_range": 0.008}
-        config = transformers.DeepseekV3Config(**COMMON | changes | {"num_hidden_layers": layers})
+        config = transformers.DeepseekV3Config(
+            **quantize.COMMON | changes | {"num_hidden_layers": layers}
+        )
         model = transformers.DeepseekV3ForCausalLM(config)
         for layer in model.model.layers[config.first_k_dense_replace :]:
             torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.05)
@@ -171,11 +161,11 @@ def float_model(kind: str, layers: int, directory: Path, inner: int = 512) -> Pa
             "num_hidden_layers": layers,
         }
         changes |= {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
-        config = transformers.Qwen3NextConfig(**COMMON | changes)
+        config = transformers.Qwen3NextConfig(**quantize.COMMON | changes)
         model = transformers.Qwen3NextForCausalLM(config)
     else:
         config = transformers.Qwen3MoeConfig(
-            **COMMON,
+            **quantize.COMMON,
             intermediate_size=512,
             moe_intermediate_size=128,
             num_experts=8,
@@ -211,7 +201,7 @@ def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantiz
                 lambda _, given, name=name: widen(inputs, name, given[0].min(), given[0].max())
             )
     with torch.no_grad():
-        for prompt in layouts.prompts(COMMON["vocab_size"])[0]:
+        for prompt in layouts.prompts(quantize.COMMON["vocab_size"])[0]:
             kv_cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
             for index, layer in enumerate(kv_cache.layers):
                 if not hasattr(layer, "keys"):  # of linear attention

@@ -18,28 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.models import quantize
 from harness.models.gpt_oss import in_mxfp4
 from harness.models.quantize import Written
 from harness.references.dequantized import Model
 from safetensors.torch import load_file, save_file
 
 E4M3, LARGEST, BLOCK, GROUP = torch.float8_e4m3fn, 448.0, 128, 32
-CONFIG: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
+CONFIG: dict[str, Any] = quantize.COMMON | {
     "intermediate_size": 384,
     "moe_intermediate_size": 128,
     # Every token goes to every expert, because quantized inputs change which ones are selected.
     "num_experts": 4,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.05,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
 }
 SCHEMES = {
     "W8A8FP8_DYNAMIC": ("channel", "token"),

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.models import quantize
 from safetensors.torch import load_file, save_file
 
 BLOCK = 128
 LARGEST = 448.0
 """Of e4m3."""
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
+COMMON: dict[str, Any] = quantize.COMMON | {
     "intermediate_size": 320,  # Neither this size nor its half is a multiple of the block.
     "moe_intermediate_size": 192,
     "num_experts": 4,
@@ -28,13 +27,7 @@ COMMON: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
     "initializer_range": 0.08,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
 }
 LEFT_OUT = {
     "Qwen3Moe": ("mlp.gate",),

@@ -22,6 +22,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.05,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "sliding_window": None,
+}
+"""Configuration that all small quantized models share."""
+
 Range = tuple[torch.Tensor, torch.Tensor]  # least and largest
 
 

@@ -11,7 +11,7 @@ import pytest
 from harness.compare import layouts, model_types, quantized
 from harness.compare.features import adapters, serving, speculation
 from harness.engines import npus
-from harness.models import served_types
+from harness.models import quantize, served_types
 from harness.references import dequantized, log_probabilities, multimodal
 
 CHIP = "Ascend310P3"
@@ -42,7 +42,7 @@ def cases(
     collected = {name: model_types.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
     for case in collected.values():
         bfloat16_checkpoint(case["model"])
-    prompts, lengths = layouts.prompts(quantized.COMMON["vocab_size"])
+    prompts, lengths = layouts.prompts(quantize.COMMON["vocab_size"])
     quantized_case = {
         "name": QUANTIZED,
         "model": str(quantized_model.path),
